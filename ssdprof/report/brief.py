@@ -1,5 +1,5 @@
-"""What commands print on a terminal: a report on one screen, as after `run`, and the tables of
-`accuracy` and `runs`.
+"""What commands print on a terminal: a report on one screen, as after `run`, the output of
+`accuracy`, and the tables of `runs`.
 """
 
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -12,8 +12,7 @@ from rich.text import Text
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import PRECISIONS, PrecisionName, grouped, intermediates_of, states_of
-from ssdprof.core.case import Case
-from ssdprof.core.outcome import ListedRun, Outcome
+from ssdprof.core.outcome import ListedRun, Outcome, gated_cases
 from ssdprof.core.pairs import compared
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError
@@ -41,39 +40,45 @@ from ssdprof.report.table import (
     table,
 )
 
-_MOST_LINES = {"caveat": 3, "reason": 2, "row": 6}  # how many of each are shown
-# columns that are left out of a table with several columns of names, which would be too wide
+# How many of each fit on the screen; a row is one of a table of speed or accuracy.  Caveats that
+# weaken the verdict are all shown.
+_MOST_LINES = {"caveat": 3, "reason": 2, "row": 6}
+# Columns that are left out of a table whose rows have more names than the precision: it would be
+# too wide.
 _DETAILS = ("baseline,\ndevice", "% of\nroofline", "largest\nerror", "largest\nvalue")
 _MORE = "All layers, plots, what ran: ssdprof export -o report.html"
 
 
 def render(report: Report) -> RenderableType:
-    """A report on one screen: at most about forty lines of eighty columns."""
+    """A report on one screen: about forty lines of eighty columns.
+
+    The tables of speed and accuracy and the lists are cut to fit.  Those of decoded states and of
+    answers are whole, so that many formats or prompts need more than a screen.
+    """
     return Renderables(*_parts(report))
 
 
 def _parts(report: Report) -> Iterator[RenderableType]:
-    """The parts of the screen from top to bottom: what was compared first, the verdict last."""
-    prompts = groups(report)
+    """The parts of the screen from top to bottom: what was compared first, then the reasons of
+    failures, then the verdict with its caveats, and the recommendation last.
+    """
+    all_groups = groups(report)
     yield Text(heading(report), style="bold")
     yield terminal.origin(origin(report))
     # without p, the power with which the error grows: the screen is narrow, and the column "trend"
     # says in a word whether the error grows
     decoded = [shown.without("p") for shown in states.overviews(report)]
     answers = map(model.answers, model.prompts(report))
-    for shown in (_speed(prompts), _accuracy(prompts), *decoded, *answers):
+    for shown in (_speed(all_groups), _accuracy(all_groups), *decoded, *answers):
         if shown:
             yield from ("", terminal.SplitTable(shown))
-    if prompts:
+    if all_groups:
         yield ""
         yield from (Text(f"{word}: {meaning}", style="dim") for word, meaning in meanings(report))
-    first_cases: dict[str, Case] = {}
-    for case in Outcome(report).failed:
-        if case.why:
-            first_cases.setdefault(case.why, case)
+    failed = (case for case in Outcome(report).failed if case.why)
     reasons = [
         f"{case.where}, {case.implementation} ({case.precision}): {why}{calls.again(report, case)}"
-        for why, case in first_cases.items()
+        for why, (case, *_) in grouped(failed, lambda case: case.why).items()
     ]
     yield from _listed(reasons, "reason")
     yield Text(_MORE, style="dim")
@@ -94,28 +99,32 @@ def _listed(lines: Sequence[str], noun: str, least: int = 0) -> Iterator[Rendera
     most = max(least, _MOST_LINES[noun])
     yield from map(terminal.bullet, lines[:most])
     if len(lines) > most:
-        yield Text(f"  {fmt.plural(len(lines) - most, f'more {noun}')} with --full.")
+        yield Text(f"  {fmt.plural(len(lines) - most, f'more {noun}')} in the exported report.")
 
 
-# --- its two tables: one row for each series of a compared implementation
+# --- the screen's tables of speed and accuracy: series of compared implementations
 
 
-def _speed(prompts: Sequence[Group]) -> Table:
-    """The times of each series, without the columns that do not fit on the screen."""
-    timed = [series for series in _compared(prompts) if series.timed]
+def _speed(all_groups: Sequence[Group]) -> Table:
+    """The times of each series that was timed, without the columns that do not fit on the
+    screen.
+    """
+    timed = [series for series in _series(all_groups) if series.timed]
     rows = list(map(calls.speed, timed))
     for row in rows:
         del row["call\ntime"], row["extra\nmemory"]
     return _table("Speed", timed, rows)
 
 
-def _accuracy(prompts: Sequence[Group]) -> Table:
-    pooled = [series for series in _compared(prompts) if series.pooled("vs_oracle")]
-    return _table("Accuracy of the output", pooled, list(map(_errors, pooled)))
+def _accuracy(all_groups: Sequence[Group]) -> Table:
+    """The errors of each series whose output was compared with the oracle."""
+    with_errors = [series for series in _series(all_groups) if series.pooled("vs_oracle")]
+    return _table("Accuracy of the output", with_errors, list(map(_errors, with_errors)))
 
 
-def _compared(prompts: Sequence[Group]) -> Iterator[Series]:
-    for group in prompts:
+def _series(shown_groups: Sequence[Group]) -> Iterator[Series]:
+    """The series of the compared implementations in all of the groups."""
+    for group in shown_groups:
         yield from group.others()
 
 
@@ -124,9 +133,8 @@ def _errors(series: Series) -> TableRow:
     baseline = series.pooled("vs_baseline")
     oracle = series.pooled("vs_oracle")
     floor = series.pooled("floor")
-    outside = any(case.outside_budget for case in series.cases)
     return {
-        "within\nbudget": "NO" if outside else "yes",
+        "within\nbudget": calls.budget_word(series, "out"),
         "equal to\nbaseline": calls.match(baseline, 0.0),
         **calls.matches(baseline, 1e-3),
         "rms error\nvs fp64": fmt.small(oracle and oracle.rms_ratio),
@@ -137,10 +145,11 @@ def _errors(series: Series) -> TableRow:
 
 
 def _table(title: str, all_series: Sequence[Series], numbers: Sequence[TableRow]) -> Table:
-    """A row for each series, with the numbers of the same position.  Precisions with equal numbers
-    share a row.
+    """A row for each series, with its item of `numbers`.  Precisions with equal numbers share a
+    row.  The note counts the rows that do not fit on the screen.
 
-    Names that are equal in all rows are in the title instead, and equal numbers in the note.
+    Names that are equal in all rows are in the title instead, except for the precision, and equal
+    numbers in the note, except for those of the first column.
     """
     if not all_series:
         return table(title, (), ())
@@ -183,6 +192,7 @@ def split_columns(
 ) -> tuple[list[TableRow], TableRow]:
     """The rows without the columns whose cells are all equal, and the cells of those columns.
 
+    rows: at least one; all have the same headings.
     keep: headings of columns that stay in the rows even if their cells are equal.
 
     [{"tokens": "8", "name": "fused"}, {"tokens": "9", "name": "fused"}] gives
@@ -205,8 +215,8 @@ def split_columns(
 def accuracy_table(
     report: Report, wanted: Sequence[PrecisionName] = PRECISIONS, *, every_state: bool = False
 ) -> RenderableType:
-    """The output of `ssdprof accuracy`: the verdict, a recommendation, and the errors of a run at
-    the wanted precisions.
+    """The output of `ssdprof accuracy`: the verdict on a run at the wanted precisions, where the
+    implementations may be used, the caveats, and the errors.
 
     every_state: whether each state dtype of the wanted precisions is required.
 
@@ -214,9 +224,9 @@ def accuracy_table(
     state dtype.
     """
     compared_groups = _compared_at(report, wanted)
-    present = {states_of(series.precision) for series in _compared(compared_groups)}
+    present = {states_of(series.precision) for series in _series(compared_groups)}
     wanted_states = dict.fromkeys(map(states_of, wanted))
-    absent = [state for state in wanted_states if state not in present]
+    absent = [state for state in wanted_states if state not in present]  # all without a group
     if not compared_groups or (every_state and absent):
         kinds = fmt.words(dict.fromkeys(map(intermediates_of, wanted)), "or")
         raise _nothing_at(report, f"{kinds} with {fmt.words(absent, 'or')} states")
@@ -238,8 +248,8 @@ def accuracy_table(
 
 
 def _compared_at(report: Report, precisions: Container[PrecisionName]) -> list[Group]:
-    """The groups that have a comparison at these precisions, with only the cases at them and all
-    cases of the baseline.
+    """The groups in which an implementation was compared at these precisions, with its cases at
+    them and all cases of the baseline.
     """
     compared_groups = []
     for group in groups(report):
@@ -248,20 +258,19 @@ def _compared_at(report: Report, precisions: Container[PrecisionName]) -> list[G
             for case in group.cases
             if case.precision in precisions or case.implementation == group.baseline
         ]
-        if cases:
-            restricted = Group(report, cases)
-            if restricted.compared:
-                compared_groups.append(restricted)
+        if any(case.implementation != group.baseline for case in cases):
+            compared_groups.append(Group(report, cases))
     return compared_groups
 
 
 def _nothing_at(report: Report, precisions: str) -> BadInputError:
-    """The error of `ssdprof accuracy` if the run compared nothing at these precisions, which are
-    given in words.
+    """The error of `ssdprof accuracy` if the run compared nothing at these precisions, or at all.
+
+    precisions: in words: "exact or relaxed with bf16 states".
     """
-    compared = {series.precision for series in _compared(groups(report))}
-    if compared:
-        names = "; ".join(sorted(compared, key=PRECISIONS.index))
+    known_precisions = {series.precision for series in _series(groups(report))}
+    if known_precisions:
+        names = "; ".join(sorted(known_precisions, key=PRECISIONS.index))
         return BadInputError(
             f"Run {report.id} compared nothing at {precisions}.", f"It compared: {names}."
         )
@@ -301,7 +310,7 @@ def _listed_run(run: ListedRun) -> TableRow:
 
 
 def _listed_verdict(run: ListedRun) -> str:
-    """The verdict in a list of runs.
+    """The verdict in a list of runs, followed by "partial" if the run did not reach its end.
 
     Answers without a gate are "compared" and not "passed", because no limit was set for them.
     """
@@ -311,11 +320,14 @@ def _listed_verdict(run: ListedRun) -> str:
 
 
 def history(listed: Iterable[tuple[Path, Report | SsdprofError]]) -> Iterator[Table]:
-    """Tables of the newest run of each commit, the oldest commit first.
+    """Tables of the newest run of each commit, in the order of the commits' first runs.
 
-    Runs that compared the same cases of one model on the same kind of GPU share a table.
+    Runs that compared the same cases of one model on the same kind of GPU share a table.  A run
+    without a commit has a row of its own.  The change of time is from the row before; it is a dash
+    if one of the two was not timed.
 
-    listed: reports with their paths, the newest first, or the error of an unreadable one.
+    listed: reports with their paths, the newest first, or the error of an unreadable one, which is
+        left out.
     """
     readable = [report for _, report in listed if isinstance(report, Report)]
     oldest_first = reversed(readable)
@@ -347,21 +359,19 @@ def _compared_cases(report: Report) -> tuple[str, str, tuple[str, ...]]:
     return report.target, gpu_name(report.environment, "no GPU"), names
 
 
-def _gated(report: Report) -> list[Case]:
-    return [case for case in report.cases if case.is_gated]
-
-
 def _us(report: Report) -> float | None:
     """The summed time of the cases that gates apply to, in microseconds; None if one of them was
     not timed, or if there are none.
     """
-    times = [case.time_us for case in _gated(report)]
+    times = [case.time_us for case in gated_cases(report)]
     known = [time.value for time in times if time]
     return sum(known) if known and len(known) == len(times) else None
 
 
 def _error(report: Report) -> float | None:
-    """The largest ratio of an output's RMS error to that of the floor; None if none is known."""
-    outputs = (case.tensor("out") for case in _gated(report))
+    """The largest ratio of an output's RMS error to that of the floor, of the cases that gates
+    apply to; None if none is known.
+    """
+    outputs = (case.tensor("out") for case in gated_cases(report))
     ratios = (out.over_floor for out in outputs if out)
     return max((ratio for ratio in ratios if ratio is not None), default=None)

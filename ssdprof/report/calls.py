@@ -19,23 +19,16 @@ from ssdprof.core.base import (
 from ssdprof.core.case import Case, Generated, Launch
 from ssdprof.core.report import Report
 from ssdprof.report.groups import Group, Pooled, Series, groups, layer_of, layer_words, pool
-from ssdprof.report.table import (
-    PRECISION,
-    Cells,
-    Table,
-    TableRow,
-    fold_precisions,
-    is_filled,
-    table,
-)
+from ssdprof.report.table import PRECISION, Table, TableRow, fold_precisions, is_filled, table
 
-# Input of a table of errors: the first cells of its rows, a group, and the implementations to show.
-ErrorRows = tuple[TableRow, Group, Sequence[str]]
+# The rows of a group in a table of errors: their first cells, the group, and the implementations to
+# show, which are all if none is named.
+GroupRows = tuple[TableRow, Group, Sequence[str]]
 SHOWN: dict[TensorName, str] = {"out": "output", "final_states": "final states"}
 SPEED_READING = (
     "Device: the time on the GPU alone.  Call: a Python call on an idle GPU, launches included.  "
-    "Speedup: over the baseline, with its 95 % interval.  Tokens per s: of the prompt, by device "
-    "time.  % of roofline: the least time in which this GPU can move the bytes and do the "
+    "Speedup: over the baseline; in brackets its 95 % interval.  Tokens per s: of the prompt, by "
+    "device time.  % of roofline: the least time in which this GPU can move the bytes and do the "
     "arithmetic, divided by the device time.  Extra memory: allocated by the call beyond its "
     "outputs."
 )
@@ -47,11 +40,12 @@ ACCURACY_READING = (
     "calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "
     "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
-# A match is shown only if the largest value of the tensor is this many times the tolerance: below,
-# every element is within the tolerance, whatever was computed.
-_LEAST_VALUE = 50
-_RMS_TOLERANCE = 1e-3  # the tolerance relative to the tensor's own RMS
-_MOST_ROWS = 40  # of a table of reasons; the JSON report has the others
+# A match is shown only if the largest value of the tensor is at least this many times the
+# tolerance.  With smaller values the tolerance is a large part of most elements, and the share says
+# little.
+_LEAST_VALUE_OVER_TOLERANCE = 50
+_RMS_TOLERANCE = 1e-3  # of the column "of rms": one of `TOLERANCES[1:]`
+_MOST_ROWS = 40  # of a table of reasons or of commands; the JSON report has every case
 
 # --- speed
 
@@ -65,18 +59,18 @@ def names(series: Series) -> TableRow:
 
 def untimed(case: Case) -> str:
     """The word in place of a time: the case's result, or "not timed" if the case passed."""
-    return case.result.replace("passed", "not timed")
+    return "not timed" if case.result == "passed" else case.result
 
 
 def speed(series: Series) -> TableRow:
     """The times of a series, summed over its timed calls.
 
-    Without a timed call the row has only the reason, as its verdict.
+    Without a timed call the row has a dash as its speedup, and the reason as its verdict.
     """
     row = {"speedup,\ndevice": fmt.speedup(series.speedup())}
     if not series.timed:
         return row | {"verdict": fmt.words(dict.fromkeys(map(untimed, series.cases)))}
-    is_one_process = series.group.report.samplers == 1  # so that call times have no interval
+    is_one_process = series.group.report.samplers == 1  # whose call times have no interval
     return row | {
         "verdict": series.verdict or fmt.MISSING,
         "speedup,\ncall": fmt.speedup(series.speedup("call"), by_call=is_one_process),
@@ -94,8 +88,8 @@ def speeds(
 ) -> Table:
     """A table of speeds.  It has no row if nothing was timed.
 
-    rows: the series of each row with the row's first cells, which begin with those that identify
-        it, the last of them the precision.
+    rows: each row's first cells, and the series whose speed follows them.  The cells up to the
+        precision identify the row.
     words: the headings of those first cells that are texts.
     notes: further sentences of the table's note.
     """
@@ -113,7 +107,7 @@ def speeds(
 
 
 def total_speed(group: Group) -> Table:
-    """A row for each series of a group, summed over its calls."""
+    """A row for each series of a group, summed over its timed calls."""
     unit = "layers" if group.calls == len(group.layers) else "calls"
     rows = [(names(series), series) for series in group.series()]
     title = f"Speed {group.where}, {group.extent}"
@@ -136,14 +130,15 @@ def total_speed(group: Group) -> Table:
 def speed_by_layer(group: Group) -> Table:
     """A row for each series in each layer of a group."""
     rows = []
-    for layer in group.by_layer():
-        for series in layer.series():
-            rows.append(({"layer": str(layer.layers[0])} | names(series), series))
+    for of_layer in group.by_layer():
+        for series in of_layer.series():
+            rows.append(({"layer": str(of_layer.layers[0])} | names(series), series))
     return speeds(f"Speed of each layer {group.where}", rows, NAMES)
 
 
 def baselines(pairs: Iterable[tuple[PrecisionName, str]]) -> str:
-    """The baselines of a table in words.
+    """The baselines of a table in words: "unfused, exact, with the same state dtype", "mamba_ssm
+    exact, bf16 states or unfused exact, fp32 states", or "none" without pairs.
 
     pairs: precisions, each with the implementation and the precision that it was compared with:
         ("relaxed, bf16 states", "unfused exact, bf16 states").
@@ -170,24 +165,33 @@ def accuracies(group: Group) -> Iterator[Table]:
 
 
 def errors_by_layer(group: Group) -> Iterator[Table]:
-    """A table for each tensor, with the errors in each layer of the group."""
-    parts = [({"layer": str(layer.layers[0])}, layer, group.compared) for layer in group.by_layer()]
-    return _accuracies(f" of each layer {group.where}", parts)
+    """A table for each tensor, with the errors of the compared implementations in each layer of the
+    group; those of the baseline if none was compared.
+    """
+    layers = [
+        ({"layer": str(of_layer.layers[0])}, of_layer, group.compared)
+        for of_layer in group.by_layer()
+    ]
+    return _accuracies(f" of each layer {group.where}", layers)
 
 
-def _accuracies(where: str, parts: Sequence[ErrorRows]) -> Iterator[Table]:
-    """A table for each tensor.  where: the end of the title, which names the group."""
+def _accuracies(where: str, groups_of_rows: Sequence[GroupRows]) -> Iterator[Table]:
+    """A table for each tensor.  where: the end of the title, which names the groups."""
     for tensor, name in SHOWN.items():
-        yield errors(f"Accuracy of the {name}{where}", tensor, parts)
+        yield errors(f"Accuracy of the {name}{where}", tensor, groups_of_rows)
 
 
-def errors(title: str, tensor: TensorName, parts: Sequence[ErrorRows]) -> Table:
-    """For each part, a row for each series against its baseline, then a row for each series against
-    fp64, then a row for the floor.  Precisions with the same numbers share a row.
+def errors(title: str, tensor: TensorName, groups_of_rows: Sequence[GroupRows]) -> Table:
+    """For each group, a row for each series against its baseline, then a row for each series
+    against fp64, then a row for the floor.  Precisions with the same numbers share a row.
+
+    A series without deviations has no row, and a column without a value is left out.
+
+    groups_of_rows: at least one.
     """
     rows: list[TableRow] = []
     compared: list[tuple[PrecisionName, str]] = []
-    for first, group, implementations in parts:
+    for first, group, implementations in groups_of_rows:
         shown = group.series(*implementations)
         for series in shown:
             if pooled := series.pooled("vs_baseline", tensor):
@@ -196,12 +200,13 @@ def errors(title: str, tensor: TensorName, parts: Sequence[ErrorRows]) -> Table:
                 rows.append(first | names(series) | _errors(pooled, group, baseline))
         for series in shown:
             if pooled := series.pooled("vs_oracle", tensor):
-                within = _within_budget(series, tensor)
+                within = budget_word(series, tensor)
                 rows.append(first | names(series) | _errors(pooled, group, "fp64", within))
         if floor := pool(group.cases, tensor, "floor"):
             names_of_floor = {"implementation": "floor", PRECISION: ""}
             rows.append(first | names_of_floor | _errors(floor, group, "fp64"))
-    keys = (*parts[0][0], *NAMES, "against")
+    first_cells, *_ = groups_of_rows[0]
+    keys = (*first_cells, *NAMES, "against")
     note = f"Compared with {baselines(compared)}." if compared else ""
     words = (*keys, "its position")
     all_columns = table(title, fold_precisions(rows), words, keys=len(keys), note=note)
@@ -211,8 +216,11 @@ def errors(title: str, tensor: TensorName, parts: Sequence[ErrorRows]) -> Table:
 def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "") -> TableRow:
     """The shares of matching elements, the errors, and the position of the largest error.
 
-    The position is "(0, 5, 7, 3)", or "layer 3, chunk 2 (0, 5, 7, 3)" if the group has several
-    layers and calls.
+    The position is "(0, 5, 7, 3)".  The layer precedes it if the group has several, and so does the
+    number of the call if a layer has several calls: "layer 3, chunk 2 (0, 5, 7, 3)".
+
+    against: the other tensor, in words.
+    within_budget: the cell of that column; empty but for a series against fp64.
     """
     call = pooled.case.call
     largest = pooled.largest
@@ -235,8 +243,8 @@ def _errors(pooled: Pooled, group: Group, against: str, within_budget: str = "")
 
 
 def matches(pooled: Pooled | None, *tolerances: float) -> TableRow:
-    """The share of elements within each tolerance, and within `_RMS_TOLERANCE` relative to the
-    RMS.
+    """The share of elements within each of the tolerances, and within `_RMS_TOLERANCE` relative to
+    an RMS (`Deviation.match_rms_pct`).
     """
     return {
         **{match_heading(tolerance): match(pooled, tolerance) for tolerance in tolerances},
@@ -251,62 +259,73 @@ def match_heading(tolerance: float) -> str:
 
 
 def match(pooled: Pooled | None, tolerance: float) -> str:
-    """The share of elements within the tolerance; a dash where the tolerance is so large that the
-    share says nothing.
+    """The share of elements within the tolerance.
+
+    A dash without deviations, and where the tolerance is so large that the share says little.  That
+    is assumed in old records, which lack the largest value, of any tolerance but 0.
     """
-    if pooled is None or (pooled.largest_value or 0.0) < _LEAST_VALUE * tolerance:
+    least_value = _LEAST_VALUE_OVER_TOLERANCE * tolerance
+    if pooled is None or (pooled.largest_value or 0.0) < least_value:
         return fmt.MISSING
     return fmt.percent(pooled.match_pct(tolerance))
 
 
-def _within_budget(series: Series, tensor: TensorName) -> str:
-    """Whether the errors are within their budgets: "yes", "NO", or "NO: 2/3" if they are outside
-    in two of three calls.
+def budget_word(series: Series, tensor: TensorName) -> str:
+    """Whether a tensor passes in all calls (see `Accuracy.reason`): "yes", "NO", or "NO: 2/3" if it
+    does not in two of three calls.
+
+    At least one call has errors of the tensor.
     """
-    errors = list(filter(None, (case.tensor(tensor) for case in series.cases)))
-    outside = [error for error in errors if error.reason]
+    accuracies = list(filter(None, (case.tensor(tensor) for case in series.cases)))
+    outside = [accuracy for accuracy in accuracies if accuracy.reason]
     if not outside:
         return "yes"
-    return "NO" if len(errors) == 1 else f"NO: {len(outside)}/{len(errors)}"
+    return "NO" if len(accuracies) == 1 else f"NO: {len(outside)}/{len(accuracies)}"
 
 
 def laws(report: Report) -> Iterator[Table]:
-    """Two tables of the laws that each implementation obeys at each precision: the laws of single
-    calls, and the laws of a pool of states between calls.
+    """Two tables of the laws, and whether each implementation obeys them at each precision: the
+    laws of single calls, and the laws of a pool of states between calls.
 
-    A law holds if no case breaks it.  Laws with the same result share a row.
+    Laws with the same result and the same reason share a row.  Where cases differ, the result is
+    that of `_decisive_probes`.
     """
-    all_probes = _worst_probes(report)
-    of_pool = [row for row in all_probes if row[2].name.startswith(BETWEEN_CALLS)]
-    of_calls = [row for row in all_probes if row not in of_pool]
-    for title, probes in (("Laws", of_calls), ("State between calls", of_pool)):
-        equal = grouped(probes, lambda row: (*row[:2], row[2].holds, row[2].detail))
+    probes = _decisive_probes(report)
+    for title, are_of_pool in (("Laws", False), ("State between calls", True)):
+        laws_of_row: dict[tuple[str, ...], list[str]] = {}
+        for (name, precision, law), probe in probes.items():
+            if law.startswith(BETWEEN_CALLS) == are_of_pool:
+                row_key = (name, precision, probe.holds, probe.detail)
+                laws_of_row.setdefault(row_key, []).append(law.removeprefix(BETWEEN_CALLS))
         rows = [
             {
                 "implementation": name,
                 PRECISION: precision,
                 "holds": holds,
-                "laws": "; ".join(probe.name.removeprefix(BETWEEN_CALLS) for *_, probe in same),
+                "laws": "; ".join(same_result),
                 "why": detail,
             }
-            for (name, precision, holds, detail), same in equal.items()
+            for (name, precision, holds, detail), same_result in laws_of_row.items()
         ]
         words = (*NAMES, "holds", "laws", "why")
         yield table(title, fold_precisions(rows), words, keys=3, wraps="why")
 
 
-def _worst_probes(report: Report) -> list[tuple[str, str, Probe]]:
-    """(implementation, precision, probe) for each law, implementation and precision.
+def _decisive_probes(report: Report) -> dict[tuple[str, str, str], Probe]:
+    """(implementation, precision, law) -> the probe that decides whether the law holds.
 
-    If the cases differ, the probe is one that found the law broken.
+    If cases differ, the first one that found the law broken decides; without such a case one that
+    found that it holds, and else one that did not test it.
     """
-    probes = []
+    decisive_first = ("no", "yes", "not tested", "not applicable")
+    decisive: dict[tuple[str, str, str], Probe] = {}
     for case in report.of_calls:
-        precision = short_precision(case.precision)
-        probes += [(case.implementation, precision, probe) for probe in case.probes]
-    of_laws = grouped(probes, lambda row: (row[0], row[1], row[2].name)).values()
-    worst_first = ("no", "yes", "not tested", "not applicable")
-    return [min(equal, key=lambda row: worst_first.index(row[2].holds)) for equal in of_laws]
+        for probe in case.probes:
+            key = (case.implementation, short_precision(case.precision), probe.name)
+            earlier = decisive.setdefault(key, probe)
+            if decisive_first.index(probe.holds) < decisive_first.index(earlier.holds):
+                decisive[key] = probe
+    return decisive
 
 
 # --- launches, and what did not pass
@@ -315,7 +334,8 @@ def _worst_probes(report: Report) -> list[tuple[str, str, Probe]]:
 def launches(report: Report) -> Table:
     """The kernels as they were launched.
 
-    Equal launches share a row, which lists the precisions and sizes that they were used for.
+    Equal launches share a row, which lists the precisions, sizes and layers that they were used
+    for.
     """
     cases_of_rows: dict[tuple[tuple[str, str], ...], list[Case]] = {}
     for case in report.of_calls:
@@ -353,18 +373,31 @@ def resources(launch: Launch) -> TableRow:
 
 
 def _used_for(cases: Sequence[Case], of_implementation: Sequence[Case]) -> str:
-    """The precisions and sizes of the cases: "exact, fp32; exact, fp16 at 1,024 tokens".
+    """The precisions, sizes and layers of the cases: "exact, fp32; exact, fp16 at 1,024 tokens in
+    layer 3".
 
-    The precisions are left out if they are all precisions of the implementation, and so are the
-    sizes; "all" if both are.
+    Precisions with other sizes follow after "and".  The precisions are left out if they are all
+    precisions of the implementation, and so are the sizes and the layers; "all" if all three are.
     """
     ordered = sorted(cases, key=lambda case: (PRECISIONS.index(case.precision), -case.seqlen))
+    sizes_of_precision = {
+        precision: tuple(dict.fromkeys(map(_key_or_size, of_precision)))
+        for precision, of_precision in grouped(ordered, _short_precision_of).items()
+    }
+    all_precisions = set(map(_short_precision_of, of_implementation))
+    all_sizes = set(map(_key_or_size, of_implementation))
     words = []
-    for name_of in (_short_precision_of, _key_or_size):
-        names = dict.fromkeys(map(name_of, ordered))
-        if set(names) < set(map(name_of, of_implementation)):
-            words.append("; ".join(names))
-    return " at ".join(words) or "all"
+    for sizes, precisions in grouped(sizes_of_precision, sizes_of_precision.__getitem__).items():
+        named = []
+        if set(precisions) < all_precisions:
+            named.append("; ".join(precisions))
+        if set(sizes) < all_sizes:
+            named.append("; ".join(sizes))
+        words.append(" at ".join(named) or "all")
+    text = " and ".join(words)
+    if set(map(layer_of, cases)) < set(map(layer_of, of_implementation)):
+        text += f" in {layer_words(cases)}"
+    return text
 
 
 def _short_precision_of(case: Case) -> str:
@@ -379,20 +412,22 @@ def _key_or_size(case: Case) -> str:
 def reasons(report: Report) -> Table:
     """The cases that did not pass, then those that passed with a remark.
 
-    Cases with the same reason share a row.
+    Cases of an implementation and a precision with the same reason share a row.
     """
     remarkable = [case for case in report.cases if case.result != "passed" or case.why]
     remarkable.sort(key=lambda case: case.result == "passed")
     rows = [
         {
-            "result": cases[0].result,
-            "implementation": cases[0].kernel,
-            PRECISION: short_precision(cases[0].precision),
+            "result": result,
+            "implementation": kernel,
+            PRECISION: short_precision(precision),
             "where": _layers_and_sizes(cases),
             "reason": reason,
             "first NaN\nor Inf": first_nonfinite,
         }
-        for (*_, reason, first_nonfinite), cases in grouped(remarkable, _trouble).items()
+        for (result, kernel, precision, reason, first_nonfinite), cases in grouped(
+            remarkable, _trouble
+        ).items()
     ]
     note = ""
     hidden = len(rows) - _MOST_ROWS
@@ -404,21 +439,23 @@ def reasons(report: Report) -> Table:
     return all_columns.without_empty_columns()
 
 
-def _trouble(case: Case) -> Cells:
-    """(result, kernel, precision, reason, position of the first element that is not finite)."""
+def _trouble(case: Case) -> tuple[str, ...]:
+    """(result, kernel, precision, reason, position of the first element that is not finite).  The
+    position is "out[0, 1, 2, 3]", or a dash if all elements that were compared are finite.
+    """
     first_nonfinite = fmt.MISSING
-    for error in case.accuracy:
-        position = error.vs_oracle.first_nonfinite
+    for accuracy in case.accuracy:
+        position = accuracy.vs_oracle.first_nonfinite
         if position is not None:
-            first_nonfinite = f"{error.tensor}{list(position)}"
+            first_nonfinite = f"{accuracy.tensor}{list(position)}"
             break
     reason = " ".join(case.why.split())
     return case.result, case.kernel, case.precision, reason, first_nonfinite
 
 
 def _layers_and_sizes(cases: Sequence[Case]) -> str:
-    """The layers of the cases at each size: "layers 3, 9 at 1,024 tokens; layer 3 at 512
-    tokens".
+    """The layers of the cases at each size: "layers 3, 9 at 1,024 tokens; layer 3 at 512 tokens".
+    Cases without a layer have their keys instead.
     """
     by_size = grouped(cases, lambda case: case.size if case.layer else "")
     words = []
@@ -429,7 +466,7 @@ def _layers_and_sizes(cases: Sequence[Case]) -> str:
 
 
 def again(report: Report, case: Case) -> str:
-    """The end of a sentence: the case's id, and the command that runs this case alone.
+    """The end of a sentence: the case's id, and the command that runs this case and its baseline.
 
     Empty if the report was not made by a command.
     """
@@ -438,7 +475,9 @@ def again(report: Report, case: Case) -> str:
 
 
 def repeats(report: Report) -> Table:
-    """The commands that run cases again which did not pass, or passed with a remark."""
+    """The commands that run cases again which did not pass, or passed with a remark; of many such
+    cases the first `_MOST_ROWS`.
+    """
     rows = [
         {"id": case.id, "case": case.name, "command": shlex.join(report.again(case))}
         for case in report.cases
@@ -449,40 +488,43 @@ def repeats(report: Report) -> Table:
     return table("Run one case again", rows[:_MOST_ROWS], words, wraps="command", note=note)
 
 
-# --- of a bench: a table for each shape, dtype, draw and layout
+# --- of a bench: tables for each shape, dtype, draw and layout
 
 
 def by_shape(report: Report) -> dict[str, list[Group]]:
-    """The title of each table of a bench -> the groups in the table.
+    """What the titles of a bench's tables name -> the groups in these tables.
 
-    A title names all that the groups have in common: "mamba2-2.7b (80x64, N 128, G 1), bf16,
-    contiguous inputs".
+    It is all that the groups have in common: "mamba2-2.7b (80x64, N 128, G 1), bf16, contiguous
+    inputs".
     """
 
-    def title(group: Group) -> str:
+    def in_common(group: Group) -> str:
         generated = group.cases[0].task
         assert isinstance(generated, Generated)
         inputs = ", ".join((generated.dims.dtype, *generated.ways, f"{generated.layout} inputs"))
         return f"{generated.shape} ({generated.shape_words}), {inputs}"
 
-    return grouped(groups(report), title)
+    return grouped(groups(report), in_common)
 
 
 _SIZE = "sequences x\ntokens"
 
 
 def speed_of_bench(report: Report) -> Iterator[Table]:
-    """The times and speedups of a bench, in a table for each shape."""
-    for title, groups_of_shape in by_shape(report).items():
+    """The times and speedups of a bench, in a table for each shape, dtype, draw and layout."""
+    for inputs, groups_of_shape in by_shape(report).items():
         rows = []
         for group in groups_of_shape:
             rows += [(_of_bench(series), series) for series in group.series()]
-        yield speeds(f"Speed: {title}", rows, (_SIZE, *NAMES, "over"))
+        yield speeds(f"Speed: {inputs}", rows, (_SIZE, *NAMES, "over"))
 
 
 def _of_bench(series: Series) -> TableRow:
-    """The first cells of a series in a table of a bench's speeds."""
-    case = series.cases[0]
+    """The first cells of a series in a table of a bench's speeds.
+
+    Its group, on the same inputs, has one case for each implementation and precision.
+    """
+    (case,) = series.cases
     first_call = case.first_call
     return {
         _SIZE: series.group.size,
@@ -494,7 +536,9 @@ def _of_bench(series: Series) -> TableRow:
 
 
 def accuracy_of_bench(report: Report) -> Iterator[Table]:
-    """The errors of a bench, in a table for each shape and tensor."""
-    for title, groups_of_shape in by_shape(report).items():
-        parts = [({_SIZE: group.size}, group, group.implementations) for group in groups_of_shape]
-        yield from _accuracies(f": {title}", parts)
+    """The errors of a bench, in a table for each shape, dtype, draw, layout and tensor."""
+    for inputs, groups_of_shape in by_shape(report).items():
+        groups_of_rows = [
+            ({_SIZE: group.size}, group, group.implementations) for group in groups_of_shape
+        ]
+        yield from _accuracies(f": {inputs}", groups_of_rows)

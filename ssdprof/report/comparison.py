@@ -34,7 +34,7 @@ READING = (
     "BASE's.  In brackets: 95 % intervals of the spread within each of the two; what differs from "
     "run to run, such as clocks and temperature, is not in them."
 )
-_MOST_OFFENDERS = 3  # cases named for each change; stderr and the tables have the others
+_MOST_OFFENDERS = 3  # cases named for each condition; `compare` names all of them on stderr
 _NAMES = ("case", "implementation", PRECISION)
 
 
@@ -50,6 +50,7 @@ def _names(pair: CasePair) -> TableRow:
 
 
 def _errors(case: Case) -> TableRow:
+    """The match with the baseline, and the errors against the fp64 oracle."""
     error = case.error
     return {
         match_heading(1e-3).replace("\n", " "): fmt.percent(case.match_pct(1e-3)),
@@ -68,7 +69,9 @@ def _answers(case: Case) -> TableRow:
 
 
 def _states(case: Case) -> TableRow:
-    """What a format of the states keeps; no cells for any other case."""
+    """How long a format keeps all states, and its errors after the last step; no cells for a case
+    that decodes no states.
+    """
     if not isinstance(case.task, DecodedStates):
         return {}
     return {
@@ -115,7 +118,7 @@ def compose(
     """The document of a comparison.
 
     stalls: the tables of changes by stage.
-    all_cases: whether to show cases that did not change, too.
+    all_cases: whether to show cases and columns that did not change, too.
     """
     names = _short_names(str(comparison.base[0]), str(comparison.new[0]))
     return Document(
@@ -127,7 +130,9 @@ def compose(
 
 
 def _short_names(base: str, new: str) -> tuple[str, str]:
-    """The last parts of two paths that differ: x and y of a/x/run and b/y/run."""
+    """The last parts of two paths that differ: x and y of a/x/run and b/y/run.  The paths as they
+    are if one is the end of the other.
+    """
     parts = zip(reversed(Path(base).parts), reversed(Path(new).parts), strict=False)
     for base_part, new_part in parts:
         if base_part != new_part:
@@ -136,7 +141,9 @@ def _short_names(base: str, new: str) -> tuple[str, str]:
 
 
 def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
-    """The conditions that fail, those that hold, and how many cases differ."""
+    """The conditions that fail, those that hold, and how many cases were compared and differ, or
+    why none was compared.
+    """
     passed = []
     for change, verdicts in comparison.verdicts.items():
         if verdicts:
@@ -150,7 +157,11 @@ def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
     if reason := comparison.nothing_compared:
         yield VerdictLine(f"FAILED: nothing was compared: {reason} ({times}).", False)
         return
-    summary = f"Compared {fmt.plural(len(comparison.pairs), 'case')}.  Time: {times}."
+    compared_count = sum(not pair.apart for pair in comparison.pairs)
+    summary = (
+        f"Compared {compared_count:,} of {fmt.plural(len(comparison.pairs), 'case')}.  "
+        f"Time: {times}."
+    )
     if changes := _counts(filter(None, map(_accuracy_change, comparison.pairs))):
         summary += f"  Accuracy: {changes}."
     yield VerdictLine(summary)
@@ -164,8 +175,10 @@ def _times(comparison: Comparison) -> str:
 
 
 def _accuracy_change(pair: CasePair) -> str:
-    """How the result of a case changed, or else its errors.  Empty if BASE or NEW has no such case,
-    or no error of it.
+    """How the result of a case changed, or else its errors, in words.  Empty if BASE or NEW has no
+    such case, or no error of it, as where an RMS error is infinite.
+
+    "equal": all cells that the tables show are.
     """
     base = pair.base
     new = pair.new
@@ -185,8 +198,8 @@ def _accuracy_change(pair: CasePair) -> str:
 
 
 def _error(case: Case) -> float | None:
-    """What "a larger error" compares: the RMS error of an output, the error of a decoded state, or
-    the mean KL divergence of answers.
+    """What "a larger error" compares: the RMS error of an output, the error of a decoded state
+    after the last step, or the mean KL divergence of answers.  None if the case has none.
     """
     if isinstance(case.task, DecodedStates):
         return case.task.last(case.task.state_errors)
@@ -202,12 +215,15 @@ def _counts(words: Iterable[str]) -> str:
 
 def _caveats(comparison: Comparison) -> Iterator[str]:
     """The reasons why times or errors cannot be compared, and why a report is incomplete."""
-    still_compared = (pair for pair in comparison.pairs if pair.over_baseline)
-    reasons = distinct([comparison.machine, *(pair.incomparable for pair in still_compared)])
+    with_speedups = [pair for pair in comparison.pairs if pair.over_baseline]
+    reasons = distinct([comparison.machine, *(pair.incomparable for pair in with_speedups)])
     if reasons:
+        speedups = ""
+        if with_speedups:
+            speedups = "  Speedups over the baseline, each measured under the same conditions, are."
         yield (
-            f"The conditions differ ({'; '.join(reasons)}), so absolute times are not compared.  "
-            "Speedups over the baseline, each measured under the same conditions, are."
+            f"The conditions differ ({'; '.join(reasons)}), so absolute times are not compared."
+            f"{speedups}"
         )
     for name, (_, report) in (("BASE", comparison.base), ("NEW", comparison.new)):
         if reason := unfinished(report):
@@ -220,19 +236,21 @@ def _caveats(comparison: Comparison) -> Iterator[str]:
 def _sections(
     comparison: Comparison, stalls: Sequence[Table], all_cases: bool
 ) -> Iterator[Section]:
-    """The sections: the change of speed, then what else differs, then what was not compared.
+    """The sections: the change of speed, what else differs, what was not compared, and what ran.
 
-    all_cases: whether to show cases that did not change, too.
+    all_cases: whether to show cases and columns that did not change, too.
     """
     in_both = [(pair, pair.base, pair.new) for pair in comparison.pairs if pair.base and pair.new]
-    shown = ("faster", "slower", "no difference") if all_cases else ("faster", "slower")
-    changed = [
-        _speed(comparison, pair, base, new) for pair, base, new in in_both if pair.verdict in shown
+    shown_verdicts = ("faster", "slower", "no difference") if all_cases else ("faster", "slower")
+    speeds = [
+        _speed(comparison, pair, base, new)
+        for pair, base, new in in_both
+        if pair.verdict in shown_verdicts
     ]
     yield section(
         "Speed",
         _totals(comparison.totals),
-        table("Speed of NEW against BASE", changed, (*_NAMES, "verdict"), keys=3),
+        table("Speed of NEW against BASE", speeds, (*_NAMES, "verdict"), keys=3),
         reading=READING,
     )
     for title, describe in _DESCRIBED.items():
@@ -244,14 +262,16 @@ def _sections(
 
 
 def _totals(totals: Sequence[Total]) -> Table:
-    """A row for each implementation and precision: the mean change over its cases."""
+    """A row for each mean change of cases of one implementation and precision.  The column "by"
+    says of what the ratio is, and `READING` how.
+    """
     rows = [
         {
             "implementation": total.implementation,
             PRECISION: short_precision(total.precision),
             "where": total.where,
             "verdict": total.verdict,
-            "BASE / NEW": fmt.speedup(total.change, by_call=total.by.startswith("call")),
+            "ratio": fmt.speedup(total.change, by_call=total.by.startswith("call")),
             "by": total.by,
             "mean of": fmt.plural(total.cases, total.over),
         }
@@ -262,7 +282,9 @@ def _totals(totals: Sequence[Total]) -> Table:
 
 
 def _speed(comparison: Comparison, pair: CasePair, base: Case, new: Case) -> TableRow:
-    """The row of a case: the changes, then the times and speedups in BASE and in NEW."""
+    """The row of a case that both have: the changes, then the times and the speedups over the
+    baseline in BASE and in NEW.
+    """
     by_call = pair.case.clock == "call"
     return {
         **_names(pair),
@@ -278,7 +300,8 @@ def _speed(comparison: Comparison, pair: CasePair, base: Case, new: Case) -> Tab
 
 
 def _speedup(side: Side, case: Case) -> str:
-    speedup = side[1].speedup(case)
+    _, report = side
+    speedup = report.speedup(case)
     return fmt.ratio(speedup and speedup.value)
 
 
@@ -288,7 +311,8 @@ def _differences(
     """The cells of BASE and NEW side by side.
 
     described: for each case its names, its cells in BASE, and its cells in NEW.
-    all_cases: whether to show cases and columns without a difference, too.
+    all_cases: whether to show cases and columns without a difference, too, unless the case has no
+        value at all.
     """
     shown = [
         (names, base, new)
@@ -307,19 +331,25 @@ def _differences(
 
 
 def _unpaired(pairs: Sequence[CasePair]) -> Table:
-    """The cases without a verdict on speed.
+    """The cases without a verdict on speed, and why they have none.
 
     Cases that passed in both reports, and were timed in neither, are left out.
     """
     rows = []
     for pair in pairs:
         sides = {"BASE": pair.base, "NEW": pair.new}
-        results = ", ".join(f"{name} {case.result}" for name, case in sides.items() if case)
-        passed_untimed = pair.verdict == "not timed" and results == "BASE passed, NEW passed"
-        if pair.verdict.startswith(("only", "not")) and not passed_untimed:
-            details = "; ".join(pair.incomparable) or results
-            rows.append(_names(pair) | {"why": pair.verdict, "more": details})
+        details = ", ".join(f"{name} {_result(case)}" for name, case in sides.items() if case)
+        passed_untimed = pair.verdict == "not timed" and details == "BASE passed, NEW passed"
+        if passed_untimed or pair.verdict in ("faster", "slower", "no difference"):
+            continue
+        if pair.verdict == "not comparable":
+            details = "; ".join(pair.incomparable) or details
+        rows.append(_names(pair) | {"why": pair.verdict, "more": details})
     return table("Cases without a verdict on speed", rows, (*_NAMES, "why", "more"), keys=3)
+
+
+def _result(case: Case) -> str:
+    return f"{case.result} and timed" if case.time_us else case.result
 
 
 def _facts(comparison: Comparison) -> Table:

@@ -1,4 +1,6 @@
-"""The contents of a report and their order, for every kind of report."""
+"""The contents of a report and their order: `compose` for every kind of report but that of `tune`,
+`of_tuning` for that.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -13,11 +15,11 @@ from ssdprof.report.groups import groups, tokens_of
 from ssdprof.report.statements import caveats, in_short, verdict_lines
 from ssdprof.report.table import Document, Section, Table, facts, section, table
 
-# titles of the sections to which an HTML page adds pictures, as it does to `model.PARTS`
+# titles of sections to which an HTML page adds pictures; others are `model.PARTS`, `states.TITLE`
 SPEED = "Speed"
 ACCURACY = "Accuracy"
 ANSWERS = "Answers"
-_MOST_CANDIDATES = 12  # of those that were timed: the fastest ones are shown
+_MOST_CANDIDATES = 12  # of a search's timed configurations, the fastest ones that are shown
 _TUNING_READING = (
     "Device: the time on the GPU alone, replayed from a CUDA graph.  Ratio: the committed "
     "configuration's time over the candidate's, sampled in turns, with its 95 % interval.  A "
@@ -27,7 +29,9 @@ _TUNING_READING = (
 
 
 def compose(report: Report) -> Document:
-    """The document of a report: the verdict first, then the tables, then every layer."""
+    """The document of a report of any command but `tune`: the verdict first, then the tables, then
+    every layer.
+    """
     return Document(
         title=heading(report),
         version=report.ssdprof_version,
@@ -39,31 +43,33 @@ def compose(report: Report) -> Document:
 
 
 def heading(report: Report) -> str:
-    """The title of a report: "ssdprof: mamba2-2.7b, 131,072 tokens, NVIDIA H200"."""
+    """The title of a report: "ssdprof: mamba2-2.7b, 131,072 tokens, NVIDIA H200", "ssdprof bench,
+    ssd on random inputs, NVIDIA H200".
+    """
     gpu = gpu_name(report.environment, "no GPU")
     if report.kind in ("bench", "prefill"):
-        return f"ssdprof {report.kind}, {target(report)}, {gpu}"
+        return f"ssdprof {report.kind}, {target_words(report)}, {gpu}"
     return f"ssdprof: {', '.join(filter(None, (report.target, _tokens(report), gpu)))}"
 
 
 def _tokens(report: Report) -> str:
     """The lengths of the report's prompts: "131,072 and 1,024 tokens"; empty without cases."""
-    if prompts := groups(report):
-        return tokens_of(prompts)
+    if all_groups := groups(report):
+        return tokens_of(all_groups)
     lengths = dict.fromkeys(case.seqlen for case in report.cases)
     return f"{fmt.words(map(fmt.count, lengths))} tokens" if lengths else ""
 
 
-def target(report: Report) -> str:
-    """The model, or the operator of a bench."""
+def target_words(report: Report) -> str:
+    """The model, or the operator of a bench: "ssd on random inputs"."""
     return f"{report.target} on random inputs" if report.kind == "bench" else report.target
 
 
 def _sections(report: Report) -> Iterator[Section]:
     """The sections in their order: what is bad, then the numbers, then the details that a page
-    folds.
+    folds.  Those without contents are dropped by `Document`.
     """
-    prompts = () if report.kind == "bench" else groups(report)
+    groups_of_run = () if report.kind == "bench" else groups(report)
     answers_of_prompts = model.prompts(report)
     yield section("Failures, refusals, remarks", calls.reasons(report))
     yield from states.sections(report)
@@ -73,8 +79,8 @@ def _sections(report: Report) -> Iterator[Section]:
         speeds = calls.speed_of_bench(report)
         accuracies = calls.accuracy_of_bench(report)
     else:
-        speeds = map(calls.total_speed, prompts)
-        accuracies = chain.from_iterable(map(calls.accuracies, prompts))
+        speeds = map(calls.total_speed, groups_of_run)
+        accuracies = chain.from_iterable(map(calls.accuracies, groups_of_run))
     yield section(SPEED, *speeds, reading=calls.SPEED_READING)
     yield section(ACCURACY, *accuracies, reading=calls.ACCURACY_READING)
     yield section("Laws", *calls.laws(report))
@@ -91,7 +97,7 @@ def _sections(report: Report) -> Iterator[Section]:
     for cases in answers_of_prompts:
         title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
         yield section(title, model.answers_by_position(cases), folded=True)
-    for group in prompts:
+    for group in groups_of_run:
         if group.calls > 1:
             title = f"of each layer {group.where}"
             yield section(f"Speed {title}", calls.speed_by_layer(group), folded=True)
@@ -102,10 +108,12 @@ def _sections(report: Report) -> Iterator[Section]:
 
 
 def of_tuning(report: Report) -> Document:
-    """The document of a report of `ssdprof tune`: a table for each search."""
-    searches = grouped(report.cases, lambda case: (case.case_key, case.precision)).values()
+    """The document of a report of `ssdprof tune`: a table for each search and each of its inputs,
+    then the searches without a result.
+    """
+    cases_of_tables = grouped(report.cases, lambda case: (case.case_key, case.precision)).values()
     left_out = (f"{cell.case_key}: left out: {cell.reason}." for cell in report.left_out)
-    tables = (_search(report, cases) for cases in searches)
+    tables = (_search(report, cases) for cases in cases_of_tables)
     results = section("Searches", *tables, (*report.remarks, *left_out), _TUNING_READING)
     return Document(
         title=f"ssdprof tune: {report.target}", version=report.ssdprof_version, sections=(results,)
@@ -113,33 +121,36 @@ def of_tuning(report: Report) -> Document:
 
 
 def _search(report: Report, cases: Sequence[Case]) -> Table:
-    """The fastest candidates and the committed configuration, then the candidates that failed.
+    """The fastest configurations and the committed one, then those that were not timed.
 
-    cases: all cases of one search.
+    cases: all cases of one search on the same inputs, one of them with the committed configuration.
     """
     committed = next(case for case in cases if case.implementation == report.baseline)
     timed = sorted((case for case in cases if case.device_us), key=device_time)
     shown = [
-        case for place, case in enumerate(timed) if place < _MOST_CANDIDATES or case is committed
+        case
+        for position, case in enumerate(timed)
+        if position < _MOST_CANDIDATES or case is committed
     ]
-    failed = [case for case in cases if not case.device_us]
+    untimed = [case for case in cases if not case.device_us]
     rows = []
-    for case in (*shown, *failed):
-        is_compared = case is not committed or not case.device_us
-        verdict = (report.faster(case) or case.result) if is_compared else ""
+    for case in (*shown, *untimed):
+        verdict: str = report.faster(case) or case.result
+        if case is committed and case.device_us:
+            verdict = ""  # it is what the others are compared with
         rows.append(
             {
                 "candidate": case.implementation,
                 "device": fmt.duration(case.device_us and case.device_us.value),
                 "ratio": fmt.speedup(report.speedup(case)),
-                "verdict": f"{verdict}: {case.why}" if case.why else verdict,
+                "verdict": ": ".join(filter(None, (verdict, case.why))),
             }
         )
-    precision = intermediates_of(committed.precision)
+    intermediates = intermediates_of(committed.precision)
     return table(
-        f"{committed.case_key}, {precision}: {committed.variant} kernel",
+        f"{committed.case_key}, {intermediates}: {committed.variant} kernel",
         rows,
         ("candidate", "verdict"),
         wraps="verdict",
-        note=f"Committed: {committed.plan}.  {len(cases)} tried.",
+        note=f"Committed: {committed.plan}.  {fmt.plural(len(cases) - 1, 'other')} tried.",
     )

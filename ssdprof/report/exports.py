@@ -1,8 +1,8 @@
 """Exports of a report for other programs: CSV, a baseline for `compare`, JUnit's XML, and GitHub
 Actions.
 
-Unlike the tables of a document, an export merges no rows and leaves none out: each case has a row,
-a line or a test.
+Unlike the tables of a document, CSV, baselines and JUnit's XML merge no rows and leave none out:
+each case that `pairs.compared` returns has a row, a line or a test.  What GitHub shows is cut.
 """
 
 import io
@@ -48,13 +48,13 @@ from ssdprof.core.target import LayerRef
 from ssdprof.errors import printable, whole_words
 from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN, again
-from ssdprof.report.document import compose, target
+from ssdprof.report.document import compose, target_words
 from ssdprof.report.facts import gpu_name, versions_of
 from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
 from ssdprof.report.table import Table
 
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
-LONGEST_MESSAGE = 4_000  # characters
+LONGEST_MESSAGE = 4_000  # characters of an annotation, and of the output "verdict"
 _MOST_ROWS = 12  # of the table in a step's summary
 _FORMULA = tuple("=+-@\t\r")  # a spreadsheet computes a text that begins with one of these
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # in XML 1.0
@@ -62,11 +62,12 @@ _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 
 # --- CSV
 
-CsvRow = dict[str, object]  # header, which ends with the unit in brackets -> value
+# Header -> value.  The header ends with the unit in brackets, if there is one.
+CsvRow = dict[str, object]
 
 # `record and record.field` in the rows below is None if there is no record.
 
-# A case without results.  Its row gives the headers, which a report without cases needs, too.
+# A case without results, for the headers, which a report without cases needs, too.
 _EMPTY_CALL = LayerCall.model_construct(layer=LayerRef(index=0, name="", operator=""), dims=None)
 _EMPTY_CASE = Case.model_construct(
     task=_EMPTY_CALL, batch=1, seqlen=1, implementation="", precision=EXACT_FP32, status="failed"
@@ -74,10 +75,11 @@ _EMPTY_CASE = Case.model_construct(
 
 
 def csv(report: Report) -> str:
-    """The report as CSV, with a row per case, for a spreadsheet or a data frame.
+    """The report as CSV, with a row per compared case, for a spreadsheet or a data frame.
 
-    Every kind of report has the same columns.  Their headers are those of the report's tables, with
-    units.  Missing values are empty, and floating-point numbers have their stored precision.
+    Every kind of report has the same columns; intervals of call times are added if several
+    processes measured them.  Missing values are empty, and floating-point numbers have their stored
+    precision.
     """
     text = io.StringIO()
     writer = DictWriter(text, list(_row(report, _EMPTY_CASE)), lineterminator="\n")
@@ -93,7 +95,7 @@ def _without_formula(value: object) -> object:
 
 
 def records(report: Report) -> list[CsvRow]:
-    """A row per case, for a data frame.  Values are numbers, texts, or None if missing."""
+    """A row per compared case, for a data frame.  Values are numbers, texts, or None if missing."""
     return [_row(report, case) for case in compared(report)]
 
 
@@ -111,14 +113,14 @@ def _row(report: Report, case: Case) -> CsvRow:
 
 
 def _identity(report: Report, case: Case) -> CsvRow:
-    """The columns that name the call, the implementation and the baseline, and the case's
-    result.
+    """The columns that name the call, the implementation and the baseline of its speedup, and the
+    case's result.
     """
     generated = case.inputs_of if isinstance(case.inputs_of, Generated) else None
     baseline = report.baseline_of(case) if report.speedup(case) else None
     return {
         "report": report.id,
-        "model": target(report),
+        "model": target_words(report),
         "GPU": gpu_name(report.environment),
         "case": case.where,
         "layer": case.layer and case.layer.index,
@@ -139,7 +141,8 @@ def _identity(report: Report, case: Case) -> CsvRow:
 
 
 def _times(report: Report, case: Case, clock: Clock) -> CsvRow:
-    """The columns of one clock.
+    """The columns of one clock.  The percentile and the extremes are of the samples of all
+    processes.
 
     Call times have an interval only if several processes measured them, because they differ by
     more from process to process than within one.
@@ -161,7 +164,7 @@ def _times(report: Report, case: Case, clock: Clock) -> CsvRow:
 
 
 def _estimate(name: str, unit: str, estimate: Estimate | None, has_interval: bool) -> CsvRow:
-    """The columns of an estimate: its value, and the ends of its interval if it has one."""
+    """The columns of an estimate: its value, and the ends of its interval if `has_interval`."""
     value, low, high = estimate or (None, None, None)
     row: CsvRow = {f"{name} [{unit}]": value}
     if has_interval:
@@ -170,7 +173,10 @@ def _estimate(name: str, unit: str, estimate: Estimate | None, has_interval: boo
 
 
 def _errors(accuracy: Accuracy | None, name: str) -> CsvRow:
-    """The columns of the errors of one tensor.  name: the tensor, in words."""
+    """The columns of the errors of one tensor, against fp64 where the header says nothing else.
+
+    name: the tensor, in words.
+    """
     baseline = accuracy.vs_baseline if accuracy else None
     oracle = accuracy.vs_oracle if accuracy else None
     floor = accuracy.floor if accuracy else None
@@ -194,37 +200,31 @@ def _matches(error: Deviation | None, name: str) -> CsvRow:
     return row
 
 
-_ANSWER_COLUMNS = {  # header -> field of `AnswerBand`
-    "KL, mean [nats]": "kl_mean",
-    "KL, p99 [nats]": "kl_p99",
-    "KL, max [nats]": "kl_max",
-    "same top token [%]": "top1_pct",
-    "perplexity": "perplexity",
-    "change of perplexity [%]": "perplexity_increase_pct",
-}
-
-
 def _of_model(report: Report, case: Case) -> CsvRow:
     """The columns that only prefills, decoded states or answers have."""
     prefill = case.task if isinstance(case.task, Prefill) else None
     part_us = prefill.part_us if prefill else {}
     states = case.task if isinstance(case.task, DecodedStates) else None
-    low, high = None, None
-    if case.band and case.band.perplexity_interval_pct:
-        low, high = case.band.perplexity_interval_pct
+    band = case.band
+    low, high = (band and band.perplexity_interval_pct) or (None, None)
     return {
         "speedup predicted [x]": report.predicted(case) if report.speedup(case) else None,
         "operator of one layer, device time [µs]": prefill and prefill.alone_us,
         **{f"{name}, GPU time [µs]": part_us.get(name) for name in get_args(PartName)},
         "peak memory [bytes]": prefill and prefill.peak_bytes,
         "logits, rms of difference [relative]": prefill and prefill.logits_rms,
-        "heads": (len(states.memories) or None) if states else None,
-        "heads lost": states and sum(map(bool, states.lost)),
-        "steps until a head is lost": states and states.kept_steps,
+        "heads": states and (len(states.memories) or None),
+        "heads lost": sum(map(bool, states.lost)) if states and states.state_errors else None,
+        "steps kept": states and states.kept_steps,
         "state error, worst head [relative]": states and states.last(states.state_errors),
         "output error, worst head [relative]": states and states.last(states.out_errors),
         "state of a sequence [bytes]": states and states.slot_bytes,
-        **{header: getattr(case.band, name, None) for header, name in _ANSWER_COLUMNS.items()},
+        "KL, mean [nats]": band and band.kl_mean,
+        "KL, p99 [nats]": band and band.kl_p99,
+        "KL, max [nats]": band and band.kl_max,
+        "same top token [%]": band and band.top1_pct,
+        "perplexity": band and band.perplexity,
+        "change of perplexity [%]": band and band.perplexity_increase_pct,
         "change of perplexity, low [%]": low,
         "change of perplexity, high [%]": high,
     }
@@ -245,21 +245,27 @@ _NOT_SUMMARISED = {
 def baseline(report: Report) -> str:
     """A short JSON document for `compare`, to be kept in a repository.
 
-    Each case is one line with its times and their intervals, the output's errors, memory and
-    launches.  Samples are left out, as is everything else that differs from run to run.
+    Each compared case is one line with its times and their intervals, the output's errors, memory
+    and launches.  Left out are samples, requested cases, and of the processes their steps, notes,
+    clocks, and what they found out about the inputs.
     """
     processes = [
         process.changed(steps={}, notes=(), gates={}, doubts={}, clocks=None)
         for process in report.processes
     ]
-    head = _stored(report.changed(cases=(), requested=(), processes=processes))
-    fields = "".join(f'"{name}": {json.dumps(value)},\n' for name, value in head.items())
+    fields = _stored(report.changed(cases=(), requested=(), processes=processes))
+    head = "".join(f'"{name}": {json.dumps(value)},\n' for name, value in fields.items())
     cases = ",\n".join(json.dumps(_summarised(report, case)) for case in compared(report))
-    return f'{{\n{fields}"cases": [\n{cases}\n]\n}}'
+    return f'{{\n{head}"cases": [\n{cases}\n]\n}}'
 
 
 def _summarised(report: Report, case: Case) -> dict[str, object]:
-    """The fields of a case that `compare` reads.  Estimates stand in place of the samples."""
+    """The fields of a case that `compare` reads.
+
+    Estimates stand in place of the samples, and digests in place of configurations.  Errors of
+    other tensors than the output are kept if they are outside the budget, and laws if they are
+    broken, because the result follows from these.
+    """
     summary = case.summary
     if case.samples:
         speedups = {clock: report.speedup(case, clock) for clock in CLOCKS}
@@ -272,7 +278,7 @@ def _summarised(report: Report, case: Case) -> dict[str, object]:
     accuracy = [error for error in case.accuracy if error.tensor == "out" or error.reason]
     probes = [probe for probe in case.probes if probe.holds == "no"]
     short = case.changed(
-        inputs=case.inputs[:16],
+        inputs=case.inputs[:16],  # as many characters as `compare` reads
         samples=(),
         summary=summary,
         accuracy=accuracy,
@@ -283,8 +289,8 @@ def _summarised(report: Report, case: Case) -> dict[str, object]:
 
 
 def _stored(record: Report | Case, without: dict[str, Any] | None = None) -> dict[str, object]:
-    """The fields of a record as JSON stores them.  A case begins with what identifies it and with
-    its times.
+    """The fields of a record as JSON stores them, without those with their default values.  A case
+    begins with what identifies it, its times and its errors.
 
     without: the fields to leave out, in pydantic's notation.
     """
@@ -300,8 +306,8 @@ def _stored(record: Report | Case, without: dict[str, Any] | None = None) -> dic
 def junit(report: Report) -> str:
     """The report in JUnit's XML, as CI systems show it.
 
-    One suite has a test per case.  The other suite has a test per gate, and a test that all
-    requested cases are present.  The document follows the schema of Apache Ant's JUnit task
+    One suite has a test per compared case.  The other suite has a test per gate, and a test that
+    all requested cases are present.  The document follows the schema of Apache Ant's JUnit task
     (https://github.com/windyroad/JUnit-Schema), the strictest one in use.
     """
     outcome = Outcome(report)
@@ -319,7 +325,10 @@ def junit(report: Report) -> str:
 
 
 def _of_case(report: Report, case: Case, *, fails: bool) -> Element:
-    """The test of a case.  fails: whether the report fails if the case did not pass."""
+    """The test of a case.  Its time is that of one call, 0 if it is not known.
+
+    fails: whether a case that did not pass makes the report fail; otherwise its test is skipped.
+    """
     seconds = case.call_us.value / 1e6 if case.call_us else 0.0
     test = _test(case.implementation, case.name, seconds)
     reason = case.why or case.result
@@ -332,7 +341,7 @@ def _of_case(report: Report, case: Case, *, fails: bool) -> Element:
 
 
 def _gates(report: Report, outcome: Outcome) -> Iterator[Element]:
-    """A test for each gate."""
+    """A test for each gate, which fails if a case breaks the gate."""
     broken = by_gate(outcome.broken)
     for gate in dict.fromkeys(gate.text for gate in report.conditions):
         test = _test("gates", gate)
@@ -342,16 +351,18 @@ def _gates(report: Report, outcome: Outcome) -> Iterator[Element]:
 
 
 def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> Element:
-    """A suite: its counts as attributes, its properties, its tests, and the verdict as its output.
+    """A suite: its counts as attributes, its properties, its tests, and the verdict and the caveats
+    of the report as its output.
 
     number: of the suite in the document, from 0.
+    name: what its tests have in common.
     """
     suite = Element(
         "testsuite",
         id=str(number),
         package="ssdprof",
-        name=f"{_clean(target(report))}: {name}",
-        timestamp=report.created[:19],
+        name=f"{_clean(target_words(report))}: {name}",
+        timestamp=report.created[:19],  # without a time zone, as the schema wants it
         hostname="localhost",  # reports contain no host name
         tests=str(len(tests)),
         failures=_count(tests, "failure"),
@@ -361,7 +372,7 @@ def _suite(report: Report, number: int, name: str, tests: Sequence[Element]) -> 
     )
     values = {
         report.kind: report.id,
-        "inputs" if report.kind == "bench" else "model": target(report),
+        "inputs" if report.kind == "bench" else "model": target_words(report),
         **versions_of(report, ("torch", "triton"), "none"),
     }
     properties = SubElement(suite, "properties")
@@ -379,10 +390,10 @@ def _count(tests: Sequence[Element], tag: str) -> str:
     return str(sum(test.find(tag) is not None for test in tests))
 
 
-def _test(group: str, name: str, seconds: float = 0.0) -> Element:
-    return Element(
-        "testcase", classname=f"ssdprof.{_clean(group)}", name=_clean(name), time=_seconds(seconds)
-    )
+def _test(subject: str, name: str, seconds: float = 0.0) -> Element:
+    """A test without a result, which has passed.  subject: the end of its class name."""
+    classname = f"ssdprof.{_clean(subject)}"
+    return Element("testcase", classname=classname, name=_clean(name), time=_seconds(seconds))
 
 
 def _fail(test: Element, tag: str, kind: str, text: str) -> None:
@@ -408,12 +419,16 @@ def _clean(text: str) -> str:
 
 
 def step_summary(report: Report) -> str:
-    """The summary of a GitHub step in Markdown: the verdict, the caveats, and the first table."""
+    """The summary of a GitHub step in Markdown: the verdict, the caveats, and the first
+    `_MOST_ROWS` rows of the first table.
+    """
     document = compose(report)
     for section in document.sections:
         for block in section.blocks:
             if isinstance(block, Table):
-                short = replace(block, rows=block.rows[:_MOST_ROWS], note="")
+                hidden = len(block.rows) - _MOST_ROWS
+                note = f"{fmt.plural(hidden, 'more row')} left out." if hidden > 0 else ""
+                short = replace(block, rows=block.rows[:_MOST_ROWS], note=note)
                 first = replace(section, blocks=(short,))
                 return markdown.render(replace(document, sections=(first,)))
     return markdown.render(document)
@@ -423,7 +438,8 @@ def workflow_commands(report: Report) -> Iterator[str]:
     """The annotations of a GitHub step, one command a line: an error for each reason why the report
     did not pass, and a warning for each caveat.
     """
-    title = _data(f"ssdprof: {target(report)}").replace(":", "%3A").replace(",", "%2C")
+    # a property of a command, in which more characters are escaped than in its data
+    title = _data(f"ssdprof: {target_words(report)}").replace(":", "%3A").replace(",", "%2C")
     faulty = (case for case in Outcome(report).faulty if case.why)
     reasons = [f"{case.name}: {case.result}: {case.why}" for case in faulty]
     yield from _annotations("error", title, [*errors(report), *reasons])
@@ -449,7 +465,7 @@ def outputs(report: Report) -> dict[str, str]:
     """The outputs of a GitHub step, by name.
 
     "least-speedup", "least-match" and "largest-rms-ratio" are the worst values of the cases that
-    gates apply to; empty without such a case.
+    passed and that gates apply to, without answers; empty if no such case has a value.
     """
     cases = [
         case

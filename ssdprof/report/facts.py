@@ -1,5 +1,9 @@
-"""The facts about a report: its origin, the meanings of its words, and the table "What ran"."""
+"""The facts about a report: its origin, the meanings of its words, and the table "What ran".
 
+The facts about a machine are here, too, for the reports of other commands.
+"""
+
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
@@ -13,22 +17,25 @@ from ssdprof.report.groups import groups, layer_of, numbered_layers
 from ssdprof.report.table import Table, facts
 
 Fact = tuple[str, str]  # name and value; facts with an empty value are not shown
-# words for the kinds of implementations that are not bundled, for the sources of checkpoints, and
-# for the kinds of prompts
-_KINDS = {"library": "another library", "own": "your kernel", "served": "what the server computed"}
-_SOURCES = {
+# `Case.kind` of implementations that are not bundled -> the name of the fact about them
+_NOT_BUNDLED = {
+    "library": "another library",
+    "own": "your kernel",
+    "served": "what the server computed",
+}
+_SOURCES = {  # `CheckpointRef.source` -> its words
     "hub": "from the hub",
     "local": "from a local folder",
     "demo": "trained, built in",
     "recorded": "the recorded server's",
 }
-_PROMPTS = {
+_PROMPTS = {  # `Prompt.kind` -> its words
     "default": "built-in text",
     "file": "text file",
     "random": "random tokens",
     "recorded": "a recording",
 }
-_MEANINGS = {
+_MEANINGS = {  # implementation or intermediates -> the meaning of the name
     "unfused": "ssdprof's own kernels with one launch per stage",
     "fused": "the stages merged into as few kernel launches as is fastest",
     "recurrent": "one launch that goes token by token, with the state in registers",
@@ -47,7 +54,7 @@ def meanings(report: Report) -> tuple[Fact, ...]:
     """(word, meaning) for the implementations and intermediates of the report.
 
     The meaning of the baseline's name says that it is the baseline.  A baseline that has no meaning
-    here, such as a library, is explained first, under the word "baseline".
+    here, such as a library, or no case, is explained first, under the word "baseline".
     """
     used = {case.implementation for case in report.cases}
     used |= {intermediates_of(case.precision) for case in report.cases}
@@ -59,7 +66,10 @@ def meanings(report: Report) -> tuple[Fact, ...]:
 
 
 def origin(report: Report) -> tuple[Fact, ...]:
-    """The (label, value) pairs that are shown before all numbers."""
+    """The (label, value) pairs that are shown before all numbers.
+
+    Weights of a recording are not known.  Only a run and answers are named by their folder here.
+    """
     values = {
         "weights": weights(report.model) if report.model and not report.is_recorded else "",
         "inputs": report.cast_words,
@@ -78,7 +88,8 @@ def gpu_name(environment: Environment, none: str = "none") -> str:
 def versions_of(report: Report, packages: Iterable[str], missing: str) -> dict[str, str]:
     """The GPU's name and the versions of its driver, of ssdprof and of some packages.
 
-    missing: the word for a driver or a package that is not installed.
+    missing: what stands in place of the version of a driver without a GPU, or of a package that is
+        not installed.
     """
     gpu = report.environment.gpu
     installed = report.environment.packages
@@ -102,7 +113,9 @@ def weights(ref: CheckpointRef) -> str:
 
 
 def when(created: str) -> str:
-    """A time in ISO 8601 as "2026-01-02 03:04 UTC".  Any other text is returned unchanged."""
+    """A time in ISO 8601 as "2026-01-02 03:04 UTC", without a zone if it has none.  Any other text
+    is returned unchanged.
+    """
     try:
         time = datetime.fromisoformat(created)
     except ValueError:
@@ -114,25 +127,31 @@ def when(created: str) -> str:
 
 
 def what_ran(report: Report) -> Table:
-    """The table of the model, the prompt, the settings and the machine behind every number."""
+    """The table of the model, the prompts, the settings and the machine behind every number."""
     rows = (*_target(report), *_settings(report), *_machine(report))
     return facts("What ran", (report.kind, report.id), rows)
 
 
 def gpu(environment: Environment) -> Iterator[Fact]:
-    """The facts about the GPU and its driver."""
+    """The facts about the GPU and its driver, or that there is none."""
     device = environment.gpu
     if device is None:
         yield "GPU", "none"
         return
-    capability = f"compute capability {device.compute_capability}"
     sizes = f"{fmt.size_words(device.memory_bytes)}, L2 {fmt.size_words(device.l2_bytes)}"
-    yield "GPU", f"{device.name}, {device.sm_count} SMs, {capability}, {sizes}"
+    yield (
+        "GPU",
+        f"{device.name}, {device.sm_count} SMs, compute capability {device.compute_capability}, "
+        f"{sizes}",
+    )
     yield "driver", f"{device.driver}, CUDA {device.cuda}"
 
 
 def software(environment: Environment, **others: str) -> Fact:
-    """The versions of Python and of the packages.  others: further versions, shown first."""
+    """The versions of Python and of the packages.
+
+    others: further versions by name, which are shown first; those that are empty are left out.
+    """
     versions = {**others, "Python": environment.python, **environment.packages}
     known = (f"{name} {version}" for name, version in versions.items() if version)
     return "versions", ", ".join(known)
@@ -148,7 +167,7 @@ def _target(report: Report) -> Iterator[Fact]:
     for dims, cases in dimensions.items():
         layers = f" ({numbered_layers(map(layer_of, cases))})"
         yield "dimensions", dims if len(dimensions) == 1 else f"{dims}{layers}"
-    gates: dict[str, Sequence[int]] = {}
+    gates: dict[str, Sequence[int]] = {}  # layer -> numbers of heads: see `ProcessLine.gates`
     for process in report.processes:
         gates |= process.gates
     if gates:
@@ -165,7 +184,7 @@ def _target(report: Report) -> Iterator[Fact]:
 
 
 def _model(report: Report, model: CheckpointRef) -> Iterator[Fact]:
-    """The facts about the checkpoint, and the layers that were replayed."""
+    """The facts about the checkpoint, and about the layers that were replayed."""
     random = ", random weights" if model.random_weights else ""
     yield "model", f"{model.repo_id} ({model.model_type}, {_SOURCES[model.source]}){random}"
     yield "revision", model.revision or ""
@@ -185,16 +204,21 @@ def _model(report: Report, model: CheckpointRef) -> Iterator[Fact]:
 
 
 def _prefill(report: Report) -> Iterator[Fact]:
-    """The facts about prefills: the loaded layers, and how the model was called.
+    """The facts about prefills: the loaded layers, and how the model was called.  None without a
+    prefill.
 
-    All prefills of a report share them, except for the length of a segment.
+    All prefills of a report share them, except for the length of a segment, which depends on that
+    of the prompt.
     """
     prefills = {case.seqlen: case.task for case in report.cases if isinstance(case.task, Prefill)}
     if not prefills:
         return
     first = next(iter(prefills.values()))
-    loaded = f"{first.layers} of {first.layer_count} were loaded and timed"
-    yield "layers", f"{loaded}; {first.operator_layers} have the operator"
+    yield (
+        "layers",
+        f"{first.layers} of {first.layer_count} were loaded and timed; {first.operator_layers} "
+        "have the operator",
+    )
     segments = (
         f"{fmt.tokens(seqlen)} by {task.segment_length:,}" for seqlen, task in prefills.items()
     )
@@ -205,12 +229,13 @@ def _prefill(report: Report) -> Iterator[Fact]:
 
 def _prompts(report: Report) -> Iterator[Fact]:
     """A fact for each prompt, and one for how the model ran the prompts."""
-    serving: dict[str, None] = {}
+    serving: dict[str, None] = {}  # distinct words, in order
     for prompt in report.prompts:
-        size = fmt.tokens(prompt.seqlen, prompt.batch)
-        kind = _PROMPTS[prompt.kind]
-        digest = f"sha256 of the ids {prompt.token_sha256[:16]}"
-        yield "prompt", f"{size} of {kind}: {prompt.source}; {digest}"
+        yield (
+            "prompt",
+            f"{fmt.tokens(prompt.seqlen, prompt.batch)} of {_PROMPTS[prompt.kind]}: "
+            f"{prompt.source}; sha256 of the ids {prompt.token_sha256[:16]}",
+        )
         words = fmt.serving_words(
             prompt.serving, batch=prompt.batch, tensor_parallel=report.tensor_parallel
         )
@@ -219,31 +244,32 @@ def _prompts(report: Report) -> Iterator[Fact]:
 
 
 def _settings(report: Report) -> Iterator[Fact]:
-    """The facts about the comparison: precisions, baselines, libraries, answers, and tuned
-    configurations.
+    """The facts about the comparison: precisions, baselines, other implementations, answers, the
+    machine code of kernels, and tuned configurations.
     """
     cases = [case for case in report.cases if not isinstance(case.task, Answers | DecodedStates)]
     precisions = {case.precision for case in cases}
     yield "precisions", "; ".join(sorted(precisions, key=PRECISIONS.index))
-    names = dict.fromkeys(group.baseline for group in groups(report) if group.layers[0] >= 0)
-    baselines = []
-    for name in names or (report.baseline,):
-        where = "" if name == report.baseline else " in decode steps"
-        baselines.append(name + where)
+    baselines = {report.baseline: None}  # distinct words, in order
+    for group in groups(report):
+        if group.are_steps and group.baseline != report.baseline:
+            baselines[f"{group.baseline} in decode steps"] = None
     yield "baseline", fmt.words(baselines)
-    not_bundled = (case for case in cases if case.kind in _KINDS)
+    not_bundled = (case for case in cases if case.kind in _NOT_BUNDLED)
     by_version = grouped(not_bundled, lambda case: (case.kind, case.implementation, case.version))
     for (kind, name, version), of_version in by_version.items():
         precisions_of_version = "; ".join(dict.fromkeys(case.precision for case in of_version))
         which = ", ".join(filter(None, dict.fromkeys((name, version))))
-        yield _KINDS[kind], f"{which}, at {precisions_of_version}"
+        yield _NOT_BUNDLED[kind], f"{which}, at {precisions_of_version}"
     for seqlen, of_length in grouped(report.of_answers, lambda case: case.seqlen).items():
-        answers = of_length[0].task
+        answers = of_length[0].task  # the others have the same reference, layers and segments
         assert isinstance(answers, Answers)
-        compared = f"{answers_words(of_length)} against {answers.reference}"
-        layers = numbered_layers(answers.layers)
-        ran = f"model in {answers.weights}, segments of {answers.segment_length:,}"
-        yield f"answers, {fmt.tokens(seqlen)}", f"{compared}, {layers}, {ran}"
+        yield (
+            f"answers, {fmt.tokens(seqlen)}",
+            f"{answers_words(of_length)} against {answers.reference}, "
+            f"{numbered_layers(answers.layers)}, model in {answers.weights}, "
+            f"segments of {answers.segment_length:,}",
+        )
     generated = (case.task for case in cases if isinstance(case.task, Generated))
     if checked := sorted({task.checked for task in generated if task.checked}):
         lengths = fmt.words(f"{length:,}" for length in checked)
@@ -269,7 +295,9 @@ def answers_words(cases: Sequence[Case]) -> str:
 
 
 def _machine(report: Report) -> Iterator[Fact]:
-    """The facts about the machine: its processes, clocks, ceilings, versions, and the command."""
+    """The facts about the machine and its use: processes, clocks, ceilings, memory, versions,
+    times, the commit and the command.
+    """
     environment = report.environment
     yield from gpu(environment)
     if report.ranks > 1:
@@ -286,10 +314,10 @@ def _machine(report: Report) -> Iterator[Fact]:
             throttled = f"throttled: {', '.join(clocks.throttle_reasons)}"
         yield "clocks", f"{sm}, memory {memory}, {heat}, {throttled}"
     if ceilings := report.ceilings:
-        copy = f"copy {ceilings.copy_gb_per_s:,.0f} GB/s (read + written)"
         yield (
             "ceilings",
-            f"{copy}, matrix product {ceilings.matmul_tflops:,.0f} TFLOP/s, measured in this run",
+            f"copy {ceilings.copy_gb_per_s:,.0f} GB/s (read + written), "
+            f"matrix product {ceilings.matmul_tflops:,.0f} TFLOP/s, measured in this run",
         )
     if report.peak_bytes is not None and report.kind != "prefill":
         yield "peak memory", f"{fmt.size_words(report.peak_bytes)} of GPU memory"
@@ -298,4 +326,4 @@ def _machine(report: Report) -> Iterator[Fact]:
     yield software(environment, ssdprof=report.ssdprof_version)
     yield "started", report.created
     yield "commit", report.commit
-    yield "command", " ".join(report.command)
+    yield "command", shlex.join(report.command)

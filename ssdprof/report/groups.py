@@ -64,7 +64,8 @@ class Series:
     def over(self) -> str:
         """The implementation that the series is compared with instead of its baseline.
 
-        `unfused` if the report is a bench that did not time the baseline; otherwise empty.
+        `unfused` if a bench has no device time of the baseline on the group's inputs; otherwise
+        empty, for the baseline.
         """
         timed = {case.implementation for case in self.group.cases if case.device_us}
         is_generated = isinstance(self.cases[0].task, Generated)
@@ -91,12 +92,15 @@ class Series:
         return max((size for size in sizes if size is not None), default=None)
 
     def pooled(self, which: Against, tensor: TensorName = "out") -> Pooled | None:
+        """The pooled deviations of a tensor in the calls; None if no call has one."""
         return pool(self.cases, tensor, which)
 
     @cached_property
     def baselines(self) -> tuple[str, ...]:
         """The implementations and precisions that the timed calls are compared with, each once:
         "unfused exact, fp32 states".
+
+        Baselines without a device time are left out.
         """
         baselines = (self.group.report.baseline_of(case, self.over) for case in self.timed)
         timed = (baseline for baseline in baselines if baseline and baseline.device_us)
@@ -104,14 +108,19 @@ class Series:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of the prompt per second of device time of all timed layers together."""
-        layers = len({layer_of(case) for case in self.timed})
-        # the sum counts each token of the prompt once in each layer
+        """Tokens of the timed calls per second of device time of all timed layers together; None if
+        no call was timed.
+        """
+        layer_count = len({layer_of(case) for case in self.timed})
+        # the sum counts each token once in each layer
         tokens = sum(case.batch * case.seqlen for case in self.timed)
-        return tokens / layers / self.us("device") * 1e6 if layers else None
+        return tokens / layer_count / self.us("device") * 1e6 if layer_count else None
 
     def _ratios(self, clock: Clock, over: str = "") -> list[Estimate]:
-        """The speedup of each timed call; empty if one of them has no speedup."""
+        """The speedup of each timed call; empty if one of them has no speedup.
+
+        over: another implementation, in place of the baseline.
+        """
         speedups = [
             self.group.report.speedup(case, clock, over or self.over) for case in self.timed
         ]
@@ -122,17 +131,23 @@ class Series:
         """The summed time of the baseline divided by the summed time of this series.
 
         Both sums are over the timed calls.  The interval assumes that all calls are at the same end
-        of their intervals, so it covers at least 95 %.
+        of their intervals, so it covers at least 95 %.  None if no call was timed, or if a timed
+        call has no speedup.
 
         over: another implementation, in place of the baseline.
         """
+        ratios = self._ratios(clock, over)
+        if not ratios:
+            return None
         # A call's speedup is baseline time / series time.  Weighted by the series' time, the
         # speedups add up to the summed time of the baseline.
         times = self.times(clock)
         total = self.us(clock)
-        bounds = zip(*self._ratios(clock, over), strict=True)
-        sums = [math.fsum(map(operator.mul, bound, times)) / total for bound in bounds]
-        return Estimate(*sums) if sums else None
+        # the values of all calls, then the low ends, then the high ends
+        columns = zip(*ratios, strict=True)
+        return Estimate(
+            *(math.fsum(map(operator.mul, column, times)) / total for column in columns)
+        )
 
     @property
     def baseline_us(self) -> float | None:
@@ -142,7 +157,9 @@ class Series:
 
     @property
     def verdict(self) -> Faster | None:
-        """The verdict by device time: that of all calls if they agree, else that of their sum."""
+        """The verdict by device time: that of all calls if they agree, else that of their sum; None
+        without a speedup.
+        """
         smallest = self.group.report.smallest_difference
         verdicts = {ratio.verdict(smallest) for ratio in self._ratios("device")}
         if len(verdicts) == 1:
@@ -155,7 +172,7 @@ class Series:
         """The least time in which the GPU could do the timed calls, as a percentage of their device
         time.
 
-        None if this least time is not known for one of the calls.
+        None if no call was timed, or if this least time is not known for one of the timed calls.
         """
         floors = [case.floor_us(self.group.report.ceilings) for case in self.timed]
         known = [floor for floor in floors if floor is not None]
@@ -170,16 +187,17 @@ class Group:
     In a run these are the cases of one kind of call, on one prompt and of one size, in all layers;
     in a bench, the cases on the same inputs.
 
-    call: one of the calls; None if the calls are whole prompts.
+    call: one of the calls; None if the calls are whole prompts or generated inputs.
     are_steps: whether the calls are decode steps, which have their own baseline.
-    noun: the word for one of several calls of a layer: "chunk", "step" or "pass".
-    calls: the number of calls in all layers.
-    layers: the indices of the decoder layers.
-    tokens: the size of the prompt: "131,072 tokens", "32 x 1,024 tokens".
-    size: the size of the calls: "131,072 tokens", "decode steps after 512 tokens".
+    noun: the word for one of several calls of a layer: "chunk", "step" or "forward pass".
+    calls: the number of calls in all layers; 1 in a bench.
+    layers: the indices of the decoder layers; (-1,) in a bench.
+    tokens: the size of the prompt in words: "131,072 tokens", "32 x 1,024 tokens".
+    size: the size of the calls in words: "131,072 tokens", "decode steps after 512 tokens"; in a
+        bench, that of the inputs: "8 x 4,096".
     where: the size with its preposition: "at 131,072 tokens", "in decode steps after 512 tokens".
-    baseline: the implementation that the others are compared with.
-    implementations: the baseline, then the others in the order in which they ran.
+    baseline: the implementation that the others are compared with, even if it has no case here.
+    implementations: the baseline, if it has a case, then the others in the order in which they ran.
     compared: the implementations without the baseline.
     """
 
@@ -192,19 +210,22 @@ class Group:
         self.seqlen = first.seqlen
         self.tokens = first.prompt
         self.are_steps = self.call is not None and self.call.kind == "decode"
-        kinds = {"decode": "step", "packed": "pass"}  # of a server, a forward pass
-        self.noun = kinds.get(self.call.kind, "chunk") if self.call else "call"
+        # a call of packed sequences is one of several only in a server, once in each forward pass
+        nouns = {"decode": "step", "packed": "forward pass"}
+        self.noun = nouns.get(self.call.kind, "chunk") if self.call else "call"
         self.calls = len({(case.layer, case.call) for case in cases})
         self.layers = tuple(sorted({layer_of(case) for case in cases}))
-        # cases of the baseline itself name none
-        baselines = [case.baseline for case in cases if case.baseline] or [first.implementation]
-        self.baseline = baselines[0]
+        # Cases of the baseline itself may name none.  If no case names one, the first case counts
+        # as a case of the baseline.
+        named_baselines = (case.baseline for case in cases if case.baseline)
+        self.baseline = next(named_baselines, first.implementation)
         names = dict.fromkeys(case.implementation for case in cases)
         self.implementations = tuple(sorted(names, key=lambda name: name != self.baseline))
         self.compared = tuple(name for name in self.implementations if name != self.baseline)
         self.size = first.calls
-        is_whole_prompt = self.call is None or self.call.kind == "packed"
-        self.where = f"{'at' if is_whole_prompt else 'in'} {self.size}"
+        # "in chunks of 8 tokens", "in decode steps", but "at 8 tokens"
+        size_names_calls = self.call is not None and self.call.kind in ("chunk", "decode")
+        self.where = f"{'in' if size_names_calls else 'at'} {self.size}"
 
     @property
     def extent(self) -> str:
@@ -212,29 +233,30 @@ class Group:
 
         "layer 3", "3 layers": one call in each layer.
         "4 steps in each of 3 layers": several calls in each layer.
-        "2 of 3 chunks in layer 0": the prompt has other calls of another length.
-        "11 steps in 3 layers": a run that was interrupted, so that the layers differ.
+        "2 of 3 chunks in layer 0": the layer has calls of another size, or some did not run.
+        "11 steps in 3 layers": the layers have different numbers of calls, as in a run that was
+            interrupted.
         """
         layers = len(self.layers)
         of_layers = f"layer {self.layers[0]}" if layers == 1 else f"{layers} layers"
         calls_per_layer = {layer.calls for layer in self.by_layer()}
         if len(calls_per_layer) > 1:
             return f"{fmt.plural(self.calls, self.noun)} in {of_layers}"
-        planned = self.call.count if self.call else 1
-        if planned == 1:
+        calls_of_any_size = self.call.count if self.call else 1  # of this kind in each layer
+        if calls_of_any_size == 1:
             return of_layers
         calls = calls_per_layer.pop()
         calls_in_words = fmt.plural(calls, self.noun)
-        if calls < planned:
-            calls_in_words = f"{calls:,} of {fmt.plural(planned, self.noun)}"
+        if calls < calls_of_any_size:
+            calls_in_words = f"{calls:,} of {fmt.plural(calls_of_any_size, self.noun)}"
         in_layers = of_layers if layers == 1 else f"each of {of_layers}"
         return f"{calls_in_words} in {in_layers}"
 
     def series(self, *implementations: str) -> tuple[Series, ...]:
         """The series of some implementations, or of all if none is named.
 
-        The series of an implementation are in the order of `PRECISIONS`: exact before relaxed, wide
-        states before narrow ones.
+        The series of an implementation are in the order of `PRECISIONS`: exact before relaxed, then
+        states in fp32, fp16 and bf16.  An implementation without a case has no series.
         """
         by_name = grouped(sorted(self.cases, key=layer_of), lambda case: case.implementation)
         series = []
@@ -246,6 +268,7 @@ class Group:
 
     def others(self) -> tuple[Series, ...]:
         """The series of the compared implementations."""
+        # without a name, `series` would return those of the baseline
         return self.series(*self.compared) if self.compared else ()
 
     def by_layer(self) -> Iterator[Group]:
@@ -255,17 +278,19 @@ class Group:
 
 
 def groups(report: Report) -> tuple[Group, ...]:
-    """The groups of a report.
+    """The groups of a report, without cases of decoded states and of the whole model.
 
     A bench has a group for each of its inputs, in their order.  Other reports have a group for each
-    prompt, kind of call, length and batch: the longest prompt first, and decode steps after the
-    prompt.
+    length of a prompt, and within it for the decode steps, and for the other calls of each length,
+    batch and number of sequences.  The longest prompt is first, its decode steps after its other
+    calls.
     """
 
-    def key(case: Case) -> tuple[int, bool, int, int]:
+    def key(case: Case) -> tuple[int, bool, int, int, int]:
         prompt_seqlen = case.call.prompt_seqlen if case.call else case.seqlen
+        sequences = case.call.sequences if case.call else case.batch
         is_step = case.call is not None and case.call.kind == "decode"
-        return prompt_seqlen, not is_step, case.seqlen, case.batch
+        return prompt_seqlen, not is_step, case.seqlen, case.batch, sequences
 
     generated = (case for case in report.cases if isinstance(case.task, Generated))
     cases_of_groups = list(grouped(generated, lambda case: case.case_key).values())
@@ -283,17 +308,22 @@ def layer_of(case: Case) -> int:
 
 
 def deviation(accuracy: Accuracy | None, which: Against) -> Deviation | None:
-    """The tensor's deviation from the oracle or the baseline, or the floor; None if not known."""
-    error: Deviation | None = getattr(accuracy, which, None)
+    """The tensor's deviation from the oracle or the baseline, or the floor; None if it is not
+    known, as without an accuracy.
+    """
+    if accuracy is None:
+        return None
+    error: Deviation | None = getattr(accuracy, which)
     return error
 
 
 class Pooled(NamedTuple):
     """The deviations of one tensor in several calls, as if the calls were one.
 
-    largest: the deviation with the largest error of a single element.
+    largest: the deviation with the largest error of a single finite element.
     case: the case of `largest`.
-    rms_ratio: the relative RMS error of the worst call; infinite if an element is not finite.
+    rms_ratio: the relative RMS error of the worst call; infinite if an element is not finite, or if
+        the error itself is infinite.
     parts: the deviation in each call.
     """
 
@@ -304,7 +334,9 @@ class Pooled(NamedTuple):
 
     @property
     def largest_value(self) -> float | None:
-        """The largest magnitude of the other tensor in any call; None in old records."""
+        """The largest magnitude of the other tensor in any call; None if no record has it, as in
+        old reports.
+        """
         known = [part.scale_max_abs for part in self.parts if part.scale_max_abs is not None]
         return max(known, default=None)
 
@@ -313,8 +345,9 @@ class Pooled(NamedTuple):
 
         It is 100 only if every element is.
 
-        of_rms: whether the tolerance is relative to the RMS of the tensor.  The result is then None
-            if one of the calls has no such share.
+        tolerance: one of `TOLERANCES`; not 0 if `of_rms`.
+        of_rms: whether the tolerance is relative to an RMS: see `Deviation.match_rms_pct`.  The
+            result is then None if one of the calls has no such share.
         """
         shares = [
             part.match_rms_pct(tolerance) if of_rms else part.match_pct(tolerance)
@@ -346,35 +379,33 @@ def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | 
 # --- in words
 
 
-def tokens_of(prompts: Iterable[Group]) -> str:
-    """The sizes of the prompts in words: "131,072, 16,384 and 1,024 tokens".
+def tokens_of(shown_groups: Sequence[Group]) -> str:
+    """The sizes of the prompts of at least one group in words: "131,072, 16,384 and 1,024 tokens".
 
     The prompts of decode steps are named only if there are no other groups.
     """
-    groups = list(prompts)
-    shown = [group for group in groups if not group.are_steps] or groups
-    sizes = list(dict.fromkeys(group.tokens for group in shown))
+    without_steps = [group for group in shown_groups if not group.are_steps]
+    sizes = list(dict.fromkeys(group.tokens for group in without_steps or shown_groups))
     if len(sizes) == 1:
         return sizes[0]
     numbers = (size.removesuffix("s").removesuffix(" token") for size in sizes)
     return f"{fmt.words(numbers)} tokens"
 
 
-def places(prompts: Iterable[Group]) -> str:
-    """The groups in words.
+def group_words(shown_groups: Sequence[Group]) -> str:
+    """At least one group of a run in words; whole prompts come first.
 
     "at 131,072 and 16,384 tokens", "at 512 tokens and in decode steps after 512 tokens".
     """
-    groups = list(prompts)
-    whole_prompts = [group for group in groups if group.call is None]
+    whole_prompts = [group for group in shown_groups if group.call is None]
     words = [f"at {tokens_of(whole_prompts)}"] if whole_prompts else []
-    words += [group.where for group in groups if group.call is not None]
+    words += [group.where for group in shown_groups if group.call is not None]
     return fmt.words(words)
 
 
 def layer_words(cases: Iterable[Case]) -> str:
-    """The layers of the cases: "layer 9", "layers 9, 18".  Without layers, the keys of the
-    cases.
+    """The layers of the cases: "layer 9", "layers 9, 18".  If no case is of a single layer, the
+    keys of the cases.
     """
     all_cases = list(cases)
     indices = {layer_of(case) for case in all_cases if case.layer}

@@ -27,7 +27,7 @@ from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.report import states
 from ssdprof.report.facts import answers_words, gpu_name
-from ssdprof.report.groups import Group, Series, groups, layer_words, places
+from ssdprof.report.groups import Group, Series, group_words, groups, layer_words
 from ssdprof.report.model import prefills
 from ssdprof.report.table import VerdictLine, shortened
 
@@ -224,7 +224,7 @@ def advice(compared: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
         line = _advice(group.series(implementation))
         groups_of_line.setdefault(line, []).append(group)
     for line, with_same_advice in groups_of_line.items():
-        where = _capital(places(with_same_advice))
+        where = _capital(group_words(with_same_advice))
         yield line._replace(text=f"{where}, {line.text}")
 
 

@@ -131,7 +131,7 @@ def test_the_capture_and_its_run_name_the_suspicion():
     ran = passing("run c --dtypes exact --states fp32 --impl fused --full")
     assert "PASSED for the kernels, not for the states between calls: all" in ran.shown
     assert f"The states between calls do not fit: in layer 0, {words}" in ran.shown
-    assert "2 of 4 passes in layer 0" in ran.shown
+    assert "2 of 4 forward passes in layer 0" in ran.shown
     assert "weights" not in ran.shown
     short = "In short: explain first why the states between calls do not fit"
     assert f"{short} (in layer 0, row 0 (slot 5) of call 3); fused is" in ran.shown

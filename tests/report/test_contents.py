@@ -709,19 +709,20 @@ def test_failures_share_rows_come_first_and_say_where_the_first_nan_is():
     assert cells[5] == "out[0, 1, 2, 3]"
     assert compose(found).sections[0].title == "Failures, refusals, remarks"
     assert not calls.reasons(report())
-    (remark,) = calls.reasons(
-        report(
-            change=changed(lambda case: case.changed(reason="differs"), layers=(9,)),
-            precisions=(EXACT_FP32,),
-        )
-    ).rows
-    assert remark == (
-        "passed",
-        "fused hopper",
-        "exact, fp32",
-        "layer 9 at 131,072 tokens",
-        "differs",
+    differs = changed(lambda case: case.changed(reason="differs"), layers=(9,))
+    (remark,) = calls.reasons(report(change=differs, precisions=(EXACT_FP32,))).rows
+    assert "; ".join(remark) == (
+        "passed; fused hopper; exact, fp32; layer 9 at 131,072 tokens; differs"
     )
+
+
+def test_a_launch_is_used_for_no_more_than_its_calls():
+    def change(case: Case) -> Case:
+        is_other = case.seqlen == 8 and case.precision == RELAXED_FP16
+        return case.changed(launches=()) if is_other else case
+
+    table = calls.launches(report(layers=(0,), seqlens=(8, 9), precisions=TWO, change=change))
+    assert table.rows[-1][-1] == "exact, fp32 and relaxed, fp16 at 9 tokens"
 
 
 def test_endless_failures_are_cut_and_counted():

@@ -5,7 +5,7 @@ import pytest
 from cases import PRECISIONS, failed, in_calls, report, timed
 
 from ssdprof.core.case import Case
-from ssdprof.report.groups import Series, groups, places, pool, tokens_of
+from ssdprof.report.groups import Series, group_words, groups, pool, tokens_of
 
 
 def test_prompts_are_groups_of_their_own_the_longest_first():
@@ -33,7 +33,18 @@ def test_the_calls_of_a_run_that_was_broken_off_are_counted():
     assert extent() == "3 chunks in each of 2 layers"
     assert extent((9, 2), (9, 3)) == "4 chunks in 2 layers"
     assert extent((9, 1), (9, 2), (9, 3)) == "3 chunks in layer 0"
-    assert places(groups(whole)) == "in chunks of 8 tokens of 24 tokens"
+    assert group_words(groups(whole)) == "in chunks of 8 tokens of 24 tokens"
+
+
+def test_passes_on_equal_tokens_are_grouped_by_their_sequences():
+    run = in_calls(report(layers=(0,), seqlens=(24,)), 2)
+    packed = [
+        cases.with_task(c, call=c.call.changed(kind="packed", sequences=c.call.number))
+        for c in run.cases
+    ]
+    assert group_words(groups(run.changed(cases=packed))) == (
+        "at 12 tokens in 2 packed sequences and at 12 tokens in 1 packed sequence"
+    )
 
 
 def summed(*layers: tuple[float, float], width: float = 0.001, **fields) -> Series:

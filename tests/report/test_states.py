@@ -118,8 +118,9 @@ def test_the_sentence_names_the_smallest_pool_that_keeps_every_head(
 
 
 def test_nothing_is_advised_where_no_format_ran():
-    failed = cases.failed(decoded("mine:half", out_errors=(), state_errors=()), "failed")
-    assert "In short" not in printed(brief.render(of_states(failed)))
+    failed = of_states(cases.failed(decoded("mine:half", out_errors=(), state_errors=()), "failed"))
+    assert "In short" not in printed(brief.render(failed))
+    assert exports.records(failed)[0]["heads lost"] is None
 
 
 def test_losses_fail_only_gates_on_them():
@@ -142,16 +143,15 @@ def test_every_output_has_the_losses():
     assert page.count("<svg") == 2
     assert "Error of the state by step, layer 7, decoded, 4,096 tokens" in page
     _, of_bf16, *_ = exports.records(LOSING)
-    assert (of_bf16["states"], of_bf16["layer"], of_bf16["heads lost"]) == ("bf16", 7, 1)
-    assert of_bf16["steps until a head is lost"] == 64
+    columns = ("states", "layer", "heads lost", "steps kept")
+    assert [of_bf16[name] for name in columns] == ["bf16", 7, 1, 64]
     again = Report.model_validate(json.loads(exports.baseline(LOSING)))
     same = pairs.compare(("a", LOSING), ("b", again), smallest_difference=0.01)
     words = [line.text for line in comparison.compose(same).verdict]
     assert "Accuracy: 4 equal." in words[-1]
-    worse = of_states(decoded("bf16", growing(2e-3, 0.6)))
     changed = pairs.compare(
         ("a", of_states(decoded("bf16", growing(2e-3)))),
-        ("b", worse),
+        ("b", of_states(decoded("bf16", growing(2e-3, 0.6)))),
         smallest_difference=0.01,
         allowed=[parse_change("kept-steps@bf16:base-0")],
     )
