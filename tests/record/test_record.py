@@ -138,6 +138,8 @@ def chunked(server: Path, monkeypatch) -> Iterator[Callable[..., Function]]:
         variables = RecordSettings(**settings | changes).environment  # type: ignore[arg-type]
         monkeypatch.setenv(hook.VARIABLE, variables[hook.VARIABLE])
         hook.install()
+        # a program may look for a module before it imports it
+        hook.find_spec(f"{LIBRARY}.chunk", [str(server.parent / LIBRARY.replace(".", "/"))])
         function: Function = import_module(LIBRARY).chunk_gated_delta_rule
         return function
 
@@ -351,6 +353,7 @@ def test_calls_that_cannot_be_recorded_are_left_alone(
         function(**given, output_final_state=True, fault="row")
         monkeypatch.setattr(recorder, "_copies", full)
         function(**given, output_final_state=True)
+        monkeypatch.delenv(hook.VARIABLE)  # programs may change their environment
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for _ in range(2):
