@@ -22,7 +22,8 @@ class RecordedCall:
     """A call of a place's function, with its output.
 
     layer: its name or number in the model; empty if it is unknown.
-    number: index of the call among all calls of its layer, including those that were not recorded.
+    number: rises from call to call of a layer: by 1, or by more if calls of the process may have
+        been lost in between.
     inputs: until the call is `activated`, with gates as the function takes them.
     slots: (sequences), slots in the program's pool of states, -1 for padding; None without a pool.
     weights, activate: as in `FunctionCall`.

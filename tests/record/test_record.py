@@ -324,7 +324,7 @@ def test_the_oldest_calls_give_way_and_none_is_lost(
     Layer("a")(function, **given)
     assert stored() == len(expected)
     assert not process.lost
-    assert process._counts == {("gdn", "a"): 13, ("gdn", "b"): 12}
+    assert process._next_numbers == {("gdn", "a"): 13, ("gdn", "b"): 12}
     recorded = open_recording(Path("calls"), "safetensors").layers()
     for call, text in zip(recorded, expected, strict=True):
         name, number = text.split()
@@ -365,8 +365,34 @@ def test_calls_that_cannot_be_recorded_are_left_alone(
     assert "chunk_gated_delta_rule are not recorded: g must have shape" in lines[0]
     assert "final_states is (1, 2, 16, 16), not (2, 2, 16, 16)" in lines[1]
     assert lines[2] == "Calls inside CUDA graphs cannot be recorded."
-    assert lines[4].startswith("1 call for which its device had no memory: not recorded")
-    assert lines[5].startswith("2 calls inside CUDA graphs: not recorded")
+    reasons = [line.partition(": not recorded")[0] for line in lines[3:]]
+    assert reasons == [
+        "1 call with gradients, or of a subclass of Tensor",
+        "2 calls of a kind that is not recorded",
+        "1 call for which its device had no memory",
+        "2 calls inside CUDA graphs",
+    ]
+    # later calls begin no second recorder
+    recorder.Recorder.forget()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    monkeypatch.setattr(threading.Thread, "start", full)
+    chunked()
+    files = []
+    for _ in range(3):
+        function(**given, output_final_state=True)
+        files.append(len(os.listdir("/proc/self/fd")))
+    assert len({*files}) == 1
+
+
+def test_calls_take_half_of_a_gpus_memory(chunked: Callable[..., Function], monkeypatch):
+    """The other half stays free."""
+    chunked()
+    process = recorder.Recorder.of_process()
+    bytes_of = {"mem_get_info": (700, 900), "memory_reserved": 300, "memory_allocated": 200}
+    for name, value in bytes_of.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    process._limit_memory(torch.device("cuda"))
+    assert 2 * process._queue.most_bytes + process._keeper.most_bytes == 800
 
 
 def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
