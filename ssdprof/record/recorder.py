@@ -192,7 +192,8 @@ class Recorder:
                 bound = place.bind(arguments)
                 if bound is None:
                     return None
-                layer = bound.layer or self._layer()
+                layer_id = arguments.get("layer_id")
+                layer = self._layer() if layer_id is None else str(layer_id)
                 if (place.operator, layer) in self._keeper.failed:
                     return None
                 if not self._queue.wait_for_room(self.settings.max_delay_s):
