@@ -328,20 +328,33 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path):
     assert first.served is None
 
 
-def test_layers_without_names_are_counted_for_each_operator(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("", [(0, "gdn"), (1, "gdn"), (2, "ssd")]), ("7", [(0, "gdn"), (1, "ssd")])],
+)
+def test_layers_of_two_operators_differ_even_if_their_names_do_not(tmp_path, name, expected):
+    """Without names, those of each operator are counted."""
     folder = tmp_path / "r"
     folder.mkdir()
     for number, operator in enumerate(("gdn", "ssd", "gdn") * 2):
         length = 9 + number // 3
-        call = {"operator": operator, "source": "mine"}
+        call = {"operator": operator, "source": "mine", "layer": name}
         tensors = gdn_call(length) if operator == "gdn" else ssd_call(length)
         file = folder / f"1_{number:06d}.safetensors"
         save_file(tensors, file, {"call": json.dumps(call)})
     recorded = open_recording(folder, "safetensors")
     layers = [(layer.index, layer.operator) for layer in recorded.ref.layers]
-    assert layers == [(0, "gdn"), (1, "gdn"), (2, "ssd")]
+    assert layers == expected
     for layer in recorded.layers():
         assert layer.inputs.operator == layer.layer.operator
+
+
+def described(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / DESCRIPTION).write_text(text)
+
+
+def holding(tensors: dict[str, torch.Tensor], call: str = "") -> Callable[[Path], object]:
+    return lambda folder: save_file(tensors, folder / "9_000001.safetensors", {"call": call})
 
 
 def verification(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -377,42 +390,23 @@ def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / DESCRIPTION).write_text("[]"), "recording.json cannot be used"),
-        (
-            lambda folder: (folder / DESCRIPTION).write_text('{"operator": "mamba"}'),
-            "there is no operator 'mamba'",
-        ),
-        (
-            lambda folder: (folder / DESCRIPTION).write_text(
-                '{"operator": "gdn", "arguments": {"chunk": 1}}'
-            ),
-            "'chunk'",
-        ),
-        (
-            lambda folder: (folder / DESCRIPTION).write_text(
-                '{"operator": "gdn", "arguments": {"scale": NaN}}'
-            ),
-            "scale is nan",
-        ),
+        (described("[]"), "recording.json cannot be used"),
+        (described('{"operator": "mamba"}'), "there is no operator 'mamba'"),
+        (described('{"operator": "gdn", "arguments": {"chunk": 1}}'), "'chunk'"),
+        (described('{"operator": "gdn", "arguments": {"scale": NaN}}'), "scale is nan"),
         (
             lambda folder: truncated(folder / "9_000001.safetensors"),
             "9_000001.safetensors cannot be used",
         ),
+        (holding({"q": torch.ones(1)}), "cannot be used"),
+        (holding({**gdn_call(9), "gate": torch.ones(1)}), "'gate'"),
         (
-            lambda folder: save_file({"q": torch.ones(1)}, folder / "9_000001.safetensors"),
-            "cannot be used",
-        ),
-        (
-            lambda folder: save_file(
-                {**gdn_call(9), "gate": torch.ones(1)}, folder / "9_000001.safetensors"
-            ),
-            "'gate'",
-        ),
-        (
-            lambda folder: save_file(
-                {**gdn_call(9), "out": torch.ones(1, 9, 2, 7)}, folder / "9_000001.safetensors"
-            ),
+            holding({**gdn_call(9), "out": torch.ones(1, 9, 2, 7)}),
             "out is (1, 9, 2, 7), not (1, 9, 2, 8)",
+        ),
+        (
+            holding(gdn_call(9), '{"operator": "gdn", "number": "1"}'),
+            "a value has another type than expected",
         ),
         (
             lambda folder: [file.unlink() for file in folder.glob("*.safetensors")],
