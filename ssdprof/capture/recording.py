@@ -507,22 +507,21 @@ def _safetensors(folder: Path) -> _Reading:
     `recording.json` describes the calls of those files that do not describe their calls themselves.
     """
     files = sorted(folder.glob("*_*.safetensors"))
+    if not files:
+        return [], Counter(), ""
     texts = [_reading(file, _text_of_call) for file in files]
     of_folder: dict[str, Any] = {}
-    # without files, the error that there is no `recording.json` says what the folder lacks
-    if not all(texts) or not files:
+    if not all(texts):
         of_folder = _reading(folder / DESCRIPTION, _description_of_folder)
     calls = []
     sources: dict[str, None] = {}  # a set in order
-    if of_folder:
-        sources[str(of_folder["source"])] = None
     for file, text in zip(files, texts, strict=True):
         description = of_folder
         if text:
             description = _reading(file, partial(_description, text=text))
         operator = description["operator"]
         arguments = dict(description.get("arguments", {}))
-        sources[description["source"]] = None
+        sources[str(description["source"])] = None
         calls.append(
             _Call(
                 operator=operator,

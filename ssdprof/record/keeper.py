@@ -15,7 +15,7 @@ import errno
 import json
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
@@ -52,7 +52,8 @@ class Keeper:
         if settings.when == "wrong":
             self._outside_budget = import_module("ssdprof.record.verdict").outside_budget
         # keys of these: `RecordedCall.layer_key`
-        self._rings: dict[tuple[str, str], deque[RecordedCall]] = {}  # last calls, on their device
+        # the last calls, on their device
+        self._rings: defaultdict[tuple[str, str], deque[RecordedCall]] = defaultdict(deque)
         self._last_numbers: dict[tuple[str, str], int] = {}  # of calls that had final states
         self.failed: set[tuple[str, str]] = set()  # layers that went wrong: no later call is wanted
         self._stored_calls = self._stored_bytes = self._ring_bytes = 0
@@ -82,7 +83,7 @@ class Keeper:
         fault = self._fault(call)
         if call.final_states is not None:  # otherwise the next call's states are not known
             self._last_numbers[layer] = call.number
-        ring = self._rings.setdefault(layer, deque())
+        ring = self._rings[layer]
         ring.append(call)
         self._ring_bytes += call.nbytes
         if fault:
@@ -192,9 +193,8 @@ def _write(file: Path, tensors: dict[str, Tensor], description: dict[str, object
     """
     temporary = file.with_suffix(".tmp")
     try:
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL, 0o600))
         save_file(tensors, temporary, {"call": json.dumps(description)})
-        temporary.chmod(0o600)  # `save_file` may have made a file of its own
+        temporary.chmod(0o600)  # until then, its folder lets nobody else in
         temporary.replace(file)
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error)) from error

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import util
 from types import FrameType
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,7 +60,6 @@ _MEMORY_QUERY_S = 0.1
 _FLUSH_S = 60.0  # for the calls in the queue when the process ends
 _FRAMES = 16  # number of callers among whose variables a layer is searched
 _LARGE_BYTES = 16 << 20  # of a prompt's inputs, from which they are copied on the second stream
-_MOST_REASONS = 20  # why calls are lost, printed; some name sizes, which differ from call to call
 # a call, the event after its copies (None on a CPU), and what holds the tensors that are copied
 _Queued: TypeAlias = "tuple[RecordedCall, torch.cuda.Event | None, object]"
 _LAYER_NAMES = ("layer_name", "prefix", "layer_idx", "layer_id", "layer_number")
@@ -124,7 +123,6 @@ class Recorder:
         # operator and layer -> number of its next call, if none was lost
         self._next_numbers: Counter[tuple[str, str]] = Counter()
         self.lost: Counter[str] = Counter()  # reason -> calls that were not recorded
-        self._printed_reasons: set[str] = set()
         self._queue = _Queue()
         self._keeper = Keeper(self.settings, _RING_BYTES)
         self._next_query_s = 0.0
@@ -286,9 +284,7 @@ class Recorder:
             return
         self.lost["of a kind that is not recorded"] += 1
         reason = " ".join(str(error).split())[:200]
-        if len(self._printed_reasons) < _MOST_REASONS:
-            self._printed_reasons.add(reason)
-            note(f"Calls of {place.module}.{place.function} are not recorded: {reason}.", once=True)
+        note(f"Calls of {place.module}.{place.function} are not recorded: {reason}.", once=True)
 
     def _count_captured(self, module: str) -> None:
         """Count a call that is captured in a CUDA graph.  Replays of the graph call no Python."""
@@ -532,6 +528,6 @@ def _modules_of_callers(frame: FrameType | None) -> Iterator[torch.nn.Module]:
 
 
 @cache
-def _stream(device: torch.device, _user: Literal["thread", "copies"]) -> torch.cuda.Stream:
+def _stream(device: torch.device, _user: str) -> torch.cuda.Stream:
     """The stream on this device of a user: "thread" or "copies"."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -23,6 +23,7 @@ CALLS = "calls"  # the folder in which the processes store calls, until a captur
 # found
 PASSED = ".passed"
 _SHOWN: set[str] = set()  # notes that this process has printed
+_MOST_SHOWN = 100  # some notes name sizes, and then differ from call to call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +67,10 @@ def note(text: str, *, once: bool = False) -> None:
     """Print sentences on stderr, unless this process has printed them.  Raises nothing: the program
     may have closed stderr.
 
-    once: also unless another process of the program has printed them.
+    once: also unless another process of the program has printed them, or this process very many
+        notes.
     """
-    if text in _SHOWN:
+    if text in _SHOWN or (once and len(_SHOWN) >= _MOST_SHOWN):
         return
     _SHOWN.add(text)
     if once and _is_marked(text):

@@ -52,12 +52,11 @@ def _wrap(module: ModuleType, place: Place) -> str:
     *owner_names, name = place.function.split(".")
     for owner_name in owner_names:
         owner = getattr(owner, owner_name, None)
-    function = None if owner is None else inspect.getattr_static(owner, name, None)
-    if function is None:
+    attribute = None if owner is None else inspect.getattr_static(owner, name, None)
+    if attribute is None:
         return "is missing"
-    is_static = isinstance(function, staticmethod)
-    if isinstance(function, staticmethod):
-        function = function.__func__
+    is_static = isinstance(attribute, staticmethod)
+    function = attribute.__func__ if is_static else attribute
     if not inspect.isfunction(function):
         return "is no function"
     signature = inspect.signature(function)

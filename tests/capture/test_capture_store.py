@@ -7,9 +7,7 @@ import json
 import math
 import multiprocessing
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 import tiny_models
 import torch
 from capture.exact import capture
-from fakes import denied
+from fakes import denied, disk_with_room_for
 from safetensors.torch import load_file, save_file
 
 from ssdprof.capture.layers import CapturedLayer
@@ -252,9 +250,10 @@ def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words):
             lambda layer: layer["tensors"]["x"].update(shape=[1, LENGTH, 16, 8]),
             "x does not have the shape or dtype",
         ),
-        (lambda layer: layer.update(file="../layer.safetensors"), "does not belong to it"),
-        (lambda layer: layer.update(file="/etc/passwd"), "does not belong to it"),
-        (lambda layer: layer.update(file="a/b.safetensors"), "does not belong to it"),
+        *(
+            (lambda layer, file=file: layer.update(file=file), "does not belong to it")
+            for file in ("../layer.safetensors", "/etc/passwd", "a/b.safetensors")
+        ),
         (
             lambda layer: layer["scalars"].update(chunk_size=64),
             "the scalars of model.layers.0.mixer are not those that",
@@ -323,17 +322,6 @@ def test_a_folder_is_refused_before_a_model_is_loaded(stored: Path, monkeypatch)
         check_folder(stored / "new", overwrite=False)
 
 
-@contextmanager
-def disk_with_room_for(size: int) -> Iterator[None]:
-    """Writing past `size` bytes of a file fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_full_disk_loses_nothing(tmp_path, mamba2: list[CapturedLayer]):
     def fill():
         with writer(tmp_path) as out:
@@ -391,16 +379,16 @@ def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
     assert folder == default_folder(ref, [prompt()], refs)
     assert tmp_path in folder.parents
     assert "org--name" in str(folder)
-    others = {
-        default_folder(ref.model_copy(update={"revision": "b" * 40}), [prompt()], refs),
-        default_folder(ref, [prompt().model_copy(update={"token_sha256": "1" * 64})], refs),
-        default_folder(ref, [prompt().model_copy(update={"serving": Serving(chunk=16)})], refs),
-        default_folder(
-            ref, [prompt().model_copy(update={"serving": Serving(packed=(24, 16))})], refs
-        ),
-        default_folder(ref, [prompt()], refs[:1]),
-    }
-    assert len({folder, *others}) == 6
+    changes: list[dict[str, object]] = [
+        {"token_sha256": "1" * 64},
+        {"serving": Serving(chunk=16)},
+        {"serving": Serving(packed=(24, 16))},
+    ]
+    prompts = [[prompt().model_copy(update=change)] for change in changes]
+    folders = {folder, *(default_folder(ref, several, refs) for several in prompts)}
+    folders.add(default_folder(ref, [prompt()], refs[:1]))
+    folders.add(default_folder(ref.model_copy(update={"revision": "b"}), [prompt()], refs))
+    assert len(folders) == 6
 
 
 def test_the_hash_of_scalars_does_not_depend_on_their_order():

@@ -225,8 +225,8 @@ def with_code(file: Path):
     torch.save({"arg_0": Path}, file)
 
 
-def states_of_another_slot(file: Path):
-    repack(file, lambda tensors: tensors["kwarg_state_indices"].fill_(3))
+def repacked(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    return lambda file: repack(file, change)
 
 
 @pytest.mark.parametrize(
@@ -236,23 +236,21 @@ def states_of_another_slot(file: Path):
         (flipped, "call0007 cannot be used: the checksum of"),
         (with_code, "call0007 cannot be used"),
         (Path.unlink, "call0007 cannot be used: it has no inputs.pt"),
-        (states_of_another_slot, "slots are named outside of a pool of 3"),
         (
-            lambda file: repack(file, lambda tensors: tensors.pop("kwarg_cu_seqlens")),
+            repacked(lambda tensors: tensors["kwarg_state_indices"].fill_(3)),
+            "slots are named outside of a pool of 3",
+        ),
+        (
+            repacked(lambda tensors: tensors.pop("kwarg_cu_seqlens")),
             "cannot be used: there is no 'cu_seq",
         ),
         (
-            lambda file: repack(file, lambda tensors: tensors["kwarg_cu_seqlens"].fill_(34)),
+            repacked(lambda tensors: tensors["kwarg_cu_seqlens"].fill_(34)),
             "cu_seqlens must rise from 0",
         ),
+        (repacked(lambda tensors: tensors["kwarg_g"].neg_()), "g is not a decay between 0 and 1"),
         (
-            lambda file: repack(file, lambda tensors: tensors["kwarg_g"].neg_()),
-            "g is not a decay between 0 and 1",
-        ),
-        (
-            lambda file: repack(
-                file, lambda tensors: tensors.update(arg_1=tensors["arg_1"][:, :, 1:])
-            ),
+            repacked(lambda tensors: tensors.update(arg_1=tensors["arg_1"][:, :, 1:])),
             "k must have shape",
         ),
         (lambda file: torch.save([1], file), "inputs.pt holds no table of tensors"),
