@@ -24,6 +24,7 @@ from ssdprof.core.outcome import broken
 from ssdprof.core.target import Serving
 from ssdprof.report.statements import in_short
 
+pytestmark = pytest.mark.usefixtures("in_empty_folder")
 SLOTS = (5, 2)  # of the two sequences, in every call
 
 
@@ -93,7 +94,6 @@ FAULTS: list[tuple[Plant, tuple[int, ...], str]] = [
 
 @pytest.mark.parametrize("outputs", [True, False])
 @pytest.mark.parametrize(("plant", "slots", "words"), FAULTS)
-@pytest.mark.usefixtures("in_empty_folder")
 def test_a_recorded_call_with_a_wrong_state_is_suspected(
     plant: Plant, slots, words, outputs, monkeypatch
 ):
@@ -117,7 +117,6 @@ def test_a_recorded_call_with_a_wrong_state_is_suspected(
     assert not faults_of(calls)
 
 
-@pytest.mark.usefixtures("in_empty_folder")
 def test_a_verification_is_not_followed():
     """Which of its states the server keeps is not recorded."""
     folder = recorded(Path("r"), lambda left: -left[1], SLOTS, lambda _: True)
@@ -129,7 +128,6 @@ def test_a_verification_is_not_followed():
     assert not faults_of(calls)
 
 
-@pytest.mark.usefixtures("in_empty_folder")
 def test_the_capture_and_its_run_name_the_suspicion():
     """Beside the verdict, which is on the kernels; one case of each other call keeps the gate."""
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture.recordings import gdn_call, record
+from capture.recordings import Tensors, gdn_call, record
 from command_line import Answer, ending, passing
 from safetensors.torch import save_file
 
@@ -35,6 +35,8 @@ from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 PREFILL = "chunk_gated_delta_rule"
+Change = Callable[[Tensors], object]
+Damage = Callable[[Path], object]
 
 
 @pytest.fixture
@@ -47,6 +49,10 @@ def call(dump: Path, number: int) -> Path:
     return next(dump.glob(f"*_call{number:04d}"))
 
 
+def tensors_of(dump: Path, number: int, which: str = "inputs") -> Tensors:
+    return torch.load(call(dump, number) / f"{which}.pt", weights_only=True)
+
+
 def edit(place: Path, change: Callable[[dict[str, Any]], object]):
     file = place / "metadata.jsonl"
     first, last = file.read_text().splitlines()
@@ -55,13 +61,13 @@ def edit(place: Path, change: Callable[[dict[str, Any]], object]):
     file.write_text(f"{first}\n{json.dumps(metadata)}\n")
 
 
-def repack(file: Path, change: Callable[[dict[str, torch.Tensor]], object]):
+def repack(file: Path, change: Change):
     tensors = torch.load(file, weights_only=True)
     change(tensors)
     torch.save(tensors, file)
 
 
-def ssd_call(length: int) -> dict[str, torch.Tensor]:
+def ssd_call(length: int) -> Tensors:
     return {
         "x": torch.randn(1, length, 4, 8),
         "dt": torch.rand(1, length, 4),
@@ -92,14 +98,11 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
         (0, "in 2 packed sequences, pass 2 of 2", 33),
     ]
     assert all(map(close, layers))
-    pool = torch.load(call(dump, 7) / "outputs.pt", weights_only=True)["result_1"]
-    slots = torch.load(call(dump, 7) / "inputs.pt", weights_only=True)[
-        "kwarg_state_indices"
-    ].tolist()
-    for sequence, slot in enumerate(slots):
-        assert torch.equal(layers[-1].served[1][sequence], pool[slot].mT)
-    stored_inputs = torch.load(call(dump, 3) / "inputs.pt", weights_only=True)
-    assert torch.equal(layers[0].inputs.tensors["g"][0].exp(), stored_inputs["kwarg_g"].log().exp())
+    pool = tensors_of(dump, 7, "outputs")["result_1"]
+    slots = tensors_of(dump, 7)["kwarg_state_indices"]
+    assert torch.equal(layers[-1].served[1], pool[slots].mT)
+    decays = tensors_of(dump, 3)["kwarg_g"]
+    assert torch.equal(layers[0].inputs.tensors["g"][0].exp(), decays.log().exp())
     assert not layers[0].inputs.scalars["use_qk_l2norm"]
     # stored and read again, bit for bit
     answer = passing("capture", "--from", "flashinfer", str(dump), "--out", "captures")
@@ -108,10 +111,8 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
     assert manifest.complete
     for layer, stored in zip(layers, manifest.layers, strict=True):
         again = read_layer(Path("captures"), stored)
-        assert all(
-            torch.equal(tensor, again.inputs.tensors[name])
-            for name, tensor in layer.inputs.tensors.items()
-        )
+        for name, tensor in layer.inputs.tensors.items():
+            assert torch.equal(tensor, again.inputs.tensors[name])
         assert all(map(torch.equal, again.served, layer.served))
 
 
@@ -129,14 +130,10 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
 )
 def test_faults_that_servers_had_are_found(dump: Path, plant: Callable[..., Any]):
     *_, last = open_recording(dump, "flashinfer").layers()
-    outputs = {"right": last.served, "wrong": plant(*last.served, last.inputs)}
-    candidates = {
-        name: Candidate(output=output, precision=Precision(), name=name)
-        for name, output in outputs.items()
-    }
-    compared = compare(last.inputs, candidates)
-    assert not any(accuracy.reason for accuracy in compared["right"])
-    assert any(accuracy.reason for accuracy in compared["wrong"])
+    for output, fails in ((last.served, False), (plant(*last.served, last.inputs), True)):
+        candidate = Candidate(output=output, precision=Precision(), name="it")
+        accuracies = compare(last.inputs, {"it": candidate})["it"]
+        assert any(accuracy.reason for accuracy in accuracies) is fails
 
 
 @pytest.mark.slow
@@ -225,7 +222,7 @@ def with_code(file: Path):
     torch.save({"arg_0": Path}, file)
 
 
-def repacked(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+def repacked(change: Change) -> Damage:
     return lambda file: repack(file, change)
 
 
@@ -271,7 +268,7 @@ def repacked(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[P
         ),
     ],
 )
-def test_a_damaged_recording_is_refused(dump: Path, damage: Callable[[Path], object], words):
+def test_a_damaged_recording_is_refused(dump: Path, damage: Damage, words):
     damage(call(dump, 7) / "inputs.pt")
     answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--out", "captures")
     assert words in answer.err
@@ -347,15 +344,15 @@ def test_layers_of_two_operators_differ_even_if_their_names_do_not(tmp_path, nam
         assert layer.inputs.operator == layer.layer.operator
 
 
-def described(text: str) -> Callable[[Path], object]:
+def described(text: str) -> Damage:
     return lambda folder: (folder / DESCRIPTION).write_text(text)
 
 
-def holding(tensors: dict[str, torch.Tensor], call: str = "") -> Callable[[Path], object]:
+def holding(tensors: Tensors, call: str = "") -> Damage:
     return lambda folder: save_file(tensors, folder / "9_000001.safetensors", {"call": call})
 
 
-def verification(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+def verification(lengths: Sequence[int]) -> Tensors:
     """Drafted tokens of sequences, and the state after each."""
     bounds = [0, *accumulate(lengths)]
     call = gdn_call(bounds[-1], bounds, torch.randn(len(lengths), 2, 16, 8))
@@ -412,7 +409,7 @@ def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path
         ),
     ],
 )
-def test_a_damaged_folder_is_refused(tmp_path, damage: Callable[[Path], object], words):
+def test_a_damaged_folder_is_refused(tmp_path, damage: Damage, words):
     folder = record(tmp_path / "r", "gdn", [gdn_call(9), gdn_call(9)])
     damage(folder)
     answer = ending(2, "capture", "--from", "safetensors", str(folder), "--out", "captures")

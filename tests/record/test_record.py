@@ -35,6 +35,7 @@ from ssdprof.progress import LineWatcher
 from ssdprof.record import hook, recorder, settings
 from ssdprof.record.places import PLACES
 from ssdprof.record.recorded_call import RecordedCall
+from ssdprof.record.recorder import Recorder
 from ssdprof.record.settings import GIGABYTE, RecordSettings
 
 ROOT = Path(__file__).parents[2]
@@ -54,8 +55,8 @@ def record(options: str, *program: str, text: str = "") -> subprocess.CompletedP
     return subprocess.run(words, input=text, capture_output=True, text=True)
 
 
-def notes_of(ran: subprocess.CompletedProcess[str]) -> list[str]:
-    return re.findall(r"^ssdprof: (.*)$", ran.stderr, re.MULTILINE)
+def notes_in(stderr: str) -> list[str]:
+    return re.findall(r"^ssdprof: (.*)$", stderr, re.MULTILINE)
 
 
 def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
@@ -64,7 +65,7 @@ def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
     assert ran.returncode == 7, ran.stderr
     first, *digests = ran.stdout.splitlines()
     assert first == "from stdin"
-    assert not notes_of(ran)
+    assert not notes_in(ran.stderr)
     monkeypatch.syspath_prepend(server.parent)
     monkeypatch.setattr(sys, "argv", [str(server), "no"])
     monkeypatch.setenv("RANK", "")  # which `work` sets
@@ -109,7 +110,7 @@ def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
 )
 def test_a_layer_that_goes_wrong_is_named(server: Path, when, fault, line):
     ran = record(f"--when {when} --keep 2", sys.executable, str(server), fault, "fork")
-    assert notes_of(ran) == [line]
+    assert notes_in(ran.stderr) == [line]
     assert len(read_manifest(Path("out")).layers) == 3
 
 
@@ -148,7 +149,7 @@ def chunked(server: Path, monkeypatch) -> Iterator[Chunked]:
 
     settings._SHOWN.clear()
     yield installed
-    recorder.Recorder.forget()
+    Recorder.forget()
     sys.meta_path[:] = finders
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         del sys.modules[name]
@@ -166,7 +167,7 @@ def arguments(tokens: int = 6) -> dict[str, torch.Tensor]:
 
 def stored() -> int:
     """The number of calls that were stored, after the thread has ended."""
-    process = recorder.Recorder.of_process()
+    process = Recorder.of_process()
     process.flush()
     files = list(Path("calls").glob("*.safetensors"))
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
@@ -321,7 +322,7 @@ def test_the_oldest_calls_give_way_and_none_is_lost(
             layer(function, **changed, fault=fault)
             if fault:
                 break
-    process = recorder.Recorder.of_process()
+    process = Recorder.of_process()
     while not process._keeper.failed:
         time.sleep(0.01)
     Layer("a")(function, **given)
@@ -362,7 +363,7 @@ def test_calls_that_cannot_be_recorded_are_left_alone(chunked: Chunked, capfd, m
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         function(**given)
         assert stored() == 0
-    lines = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
+    lines = notes_in(capfd.readouterr().err)
     assert "chunk_gated_delta_rule are not recorded: g must have shape" in lines[0]
     assert "final_states is (1, 2, 16, 16), not (2, 2, 16, 16)" in lines[1]
     assert lines[2] == "Calls inside CUDA graphs cannot be recorded."
@@ -370,7 +371,7 @@ def test_calls_that_cannot_be_recorded_are_left_alone(chunked: Chunked, capfd, m
     assert lines[5].startswith("1 call for which its device had no memory: not recorded")
     assert lines[6].startswith("2 calls inside CUDA graphs: not recorded")
     # later calls begin no second recorder
-    recorder.Recorder.forget()
+    Recorder.forget()
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     monkeypatch.setattr(threading.Thread, "start", full)
     chunked()
@@ -384,7 +385,7 @@ def test_calls_that_cannot_be_recorded_are_left_alone(chunked: Chunked, capfd, m
 def test_calls_take_half_of_a_gpus_memory(chunked: Chunked, monkeypatch):
     """The other half stays free."""
     chunked()
-    process = recorder.Recorder.of_process()
+    process = Recorder.of_process()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (800, 900))
     process._limit_memory(torch.device("cuda"))
     # as much as is free; calls in the queue hold twice their size
@@ -402,7 +403,7 @@ def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
         blocked.set()
         assert stored() == 0
     assert not list(Path("calls").glob("*.tmp"))
-    ended, dropped = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
+    ended, dropped = notes_in(capfd.readouterr().err)
     assert re.match(r"Recording has ended: .*File too large.*  The program goes on.", ended)
     assert re.match("5 calls because the queue was full: not recorded", dropped)
 
@@ -438,6 +439,16 @@ def test_a_transposed_state_is_outside_the_budget(chunked: Chunked, capfd):
     assert call.remark.startswith("While it was recorded: a layer that is not known, process ")
 
 
+def test_comparisons_that_fail_are_as_rare_as_others(chunked: Chunked, monkeypatch):
+    function = chunked(when="wrong")
+    monkeypatch.setattr("ssdprof.record.verdict.compare", None)
+    monkeypatch.setattr("ssdprof.record.keeper._SHARE", 1e-9)
+    for _ in range(3):
+        function(**arguments(), fault="transposed")
+    assert stored() == 0
+    assert Recorder.of_process().lost.total() == 1
+
+
 def test_a_function_that_has_changed_is_named(server: Path, chunked: Chunked, capfd):
     library = server.parent / "fla" / "ops" / "gated_delta_rule" / "chunk.py"
     library.write_text(library.read_text().replace("cu_seqlens", "offsets"))
@@ -458,7 +469,7 @@ def call_of(inputs: Inputs, out: torch.Tensor, **outputs: torch.Tensor) -> Recor
 def test_calls_without_a_layer_are_those_of_their_operator(chunked: Chunked):
     """Of each, the first that is not finite is stored."""
     chunked(when="nonfinite")
-    process = recorder.Recorder.of_process()
+    process = Recorder.of_process()
     given = arguments()
     of_channels = given["g"][..., None].expand(-1, -1, -1, 16)
     for inputs in (GDNInputs(**given), KDAInputs(**given | {"g": of_channels})):
