@@ -131,23 +131,20 @@ def _fault(
     """
     if in_slot is not None and _is_close(sketch, in_slot.sketch):
         return ""
-    newest = taken = None
+    newest = None
     for state in reversed(earlier):
         if not _is_close(sketch, state.sketch):
             continue
         newest = newest or state
-        if slot is None or state.slot is None:
-            if not state.taken_by:
-                state.taken_by = place
-                return ""
-            taken = taken or state
+        if (slot is None or state.slot is None) and not state.taken_by:
+            state.taken_by = place
+            return ""
     if newest is None:
         is_forgotten = in_slot is None and len(earlier) == _REMEMBERED
         return "" if is_forgotten else "a state that no earlier call left"
-    if taken is not None:
-        others = f"as did {taken.taken_by}: a shared prefix, or another sequence"
-        return f"the state that {taken.place} left, {others}"
     fault = f"the state that {newest.place} left"
+    if newest.taken_by:
+        return f"{fault}, as did {newest.taken_by}: a shared prefix, or another sequence"
     return fault if in_slot is None else f"{fault}, not with that of {in_slot.place}"
 
 

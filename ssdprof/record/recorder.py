@@ -138,8 +138,6 @@ class Recorder:
         """The recorder of this process.  None if it could not be created: a process that is ending
         cannot start a thread.  This is tried once.
         """
-        if cls._was_created:
-            return cls._current
         with cls._creation:
             if not cls._was_created:
                 try:
@@ -147,7 +145,7 @@ class Recorder:
                 except Exception as error:
                     note(f"This process is not recorded: {error}.")
                 cls._was_created = True
-        return cls._current
+            return cls._current
 
     @classmethod
     def forget(cls) -> None:
