@@ -62,7 +62,7 @@ def outside_budget(inputs: Inputs, served: Output) -> str:
 def _bundled(inputs: Inputs) -> Output:
     """The output of a bundled kernel; on the CPU, of the operator's chunked form in fp32.
 
-    Of a verification, only `recurrent` returns the state after each token.
+    Only `recurrent` returns the state after each token of a verification.
     """
     if inputs.state_every and inputs.device.type == "cuda":
         return kernels.get(inputs.operator, "recurrent").run(inputs, Precision())
