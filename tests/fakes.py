@@ -1,8 +1,10 @@
 """A timer without a GPU, and implementations with known costs."""
 
 import errno
+import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
@@ -243,3 +245,14 @@ def pretend_gpu(monkeypatch, *, real: bool = False):
     monkeypatch.setattr(bench_job, "read_clocks", lambda: None)
     monkeypatch.setattr(bench_job, "PROCESSES", 1)
     monkeypatch.setattr(Call, "outputs_that_fit", 100)
+
+
+@contextmanager
+def disk_with_room_for(size: int) -> Iterator[None]:
+    """Writing past `size` bytes of a file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -19,12 +19,14 @@ BROKEN_OFF = (
 
 
 def is_capture(path: Path) -> bool:
-    """Whether `path` is a folder of captures, even if it is damaged."""
+    """Whether `path` is a folder with a manifest, which may be damaged or another program's."""
     return os.path.isfile(path / MANIFEST)
 
 
 def is_foreign(folder: Path) -> bool:
-    """Whether the manifest in `folder` is another program's."""
+    """Whether the manifest in `folder` is another program's.  False if it is missing or cannot be
+    read.
+    """
     with suppress(SsdprofError):
         return "checkpoint" not in read_object(folder / MANIFEST, MANIFEST, CAPTURE_HINT)
     return False
@@ -33,8 +35,8 @@ def is_foreign(folder: Path) -> bool:
 def read_manifest(folder: Path) -> CaptureManifest:
     """The manifest in `folder`.
 
-    Raises BadInputError, which names the file, if it is missing, damaged or of another schema
-    version, or another program's, and MissingCapabilityError if there is no permission to read it.
+    Raises BadInputError, which names the file, if it is missing, damaged, of another schema version
+    or another program's, and MissingCapabilityError if there is no permission to read it.
     """
     path = folder / MANIFEST
     if is_foreign(folder):

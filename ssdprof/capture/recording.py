@@ -1,13 +1,14 @@
-"""Reads the operator calls that a server recorded as a capture, with the server's outputs.
+"""Reads the operator calls of a server, which were recorded with its outputs, as those of a
+capture.
 
 flashinfer          the folder of FlashInfer's recorder (FLASHINFER_LOGLEVEL=10)
 safetensors         a file PROCESS_NUMBER.safetensors for each call, with the operator's names of
-                    tensors.  Either `recording.json` describes all calls, or each file describes
-                    its call, as those of `ssdprof record` do
+                    tensors.  A file may describe its call, as those of `ssdprof record` do;
+                    `recording.json` describes the calls of all others
 flashinfer-bench    definitions and workloads, which have no outputs; each workload becomes a layer
 
-Calls are in the order in which their process made them.  If they do not name their layers, it is
-assumed that a forward pass calls every layer of an operator once, on the same sequences.
+Calls are in the order in which their process made them.  If not all of them name their layers, it
+is assumed that a forward pass calls every layer of an operator once, on the same sequences.
 docs/from-a-server.md describes all of these.
 """
 
@@ -58,7 +59,6 @@ T = TypeVar("T")
 Recorded: TypeAlias = "tuple[Inputs, Output | None, tuple[int, ...]]"
 Format = Literal["flashinfer", "flashinfer-bench", "safetensors"]
 DESCRIPTION = "recording.json"
-CALL = "call"
 WARM_UP = 64  # tokens of the longest sequence with which servers warm up
 _OUTPUT = ("out", "final_states")
 _RECORD_HINT = "Record again: docs/from-a-server.md says how."
@@ -72,11 +72,13 @@ class _Call:
     process: name of the process that made it; empty for a workload, which has no output.
     shape: numbers of tokens and of sequences.
     identity: text that differs between any two calls.
-    load: () -> inputs, output and slots.
+    load: () -> inputs, output and slots.  Raises BadInputError for damaged files, and
+        MissingCapabilityError if main memory is too small.
     layer: name of the layer; empty if it is not known.
     number: number among the calls of the layer, from 0; None if it was not recorded, in which case
         no call is taken to be missing before this one.
-    problem: what went wrong while the call was recorded; empty if nothing did.
+    problem: what was wrong with the call while it was recorded, a sentence without its full stop;
+        empty if nothing was.
     """
 
     operator: str
@@ -99,7 +101,9 @@ _Reading: TypeAlias = "tuple[list[_Call], Counter[str], str]"
 class ServerCalls:
     """The forward passes of a server.
 
-    passes: the passes of all processes, one process after the other.
+    ref: stands for the model, of which only the layers that were called are known.
+    passes: the passes of all processes, one process after the other; of calls that do not name
+        their layers, those of one operator after those of another.
     left_out: a sentence on recorded calls that belong to no pass; empty if there are none.
     """
 
@@ -109,7 +113,7 @@ class ServerCalls:
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """A prompt for each number of tokens that passes have."""
+        """A prompt for each number of tokens that passes have.  All have the hash of all calls."""
         calls = [call for _, call in chain.from_iterable(self.passes)]
         identity = "".join(call.identity for call in calls)
         digest = hashlib.sha256(identity.encode()).hexdigest()
@@ -127,7 +131,9 @@ class ServerCalls:
         )
 
     def layers(self, wanted: str = "all") -> Iterator[CapturedLayer]:
-        """Every call of the wanted layers, loaded one at a time.
+        """Every call of the wanted layers, loaded one at a time, pass by pass.
+
+        wanted: as the option --layers.
 
         Raises BadInputError for damaged files and for layers that do not exist,
         MissingCapabilityError if main memory is too small.
@@ -162,8 +168,10 @@ class ServerCalls:
             rank=int(rank[1]) if rank else None,
         )
         inputs, served, slots = call.load()
-        remark = f"{WHILE_RECORDED}{call.problem}." if call.problem else ""
-        if call.process and not served:
+        remark = ""
+        if call.problem:
+            remark = f"{WHILE_RECORDED}{call.problem}."
+        elif call.process and not served:
             remark = f"No output of {layer.name} was recorded in pass {pass_number}."
         return CapturedLayer(
             layer=layer,
@@ -179,6 +187,7 @@ class ServerCalls:
 def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     """Read the metadata of all calls in a recording, and no tensors.
 
+    kind: of the recording.
     name: name of the recording; by default that of the folder.
 
     Raises BadInputError if the folder is not of this kind, is damaged, or holds no forward pass.
@@ -190,7 +199,7 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     else:
         passes, incomplete = _counted_passes(calls)
         left_out_calls |= incomplete
-    counts = [f"{plural(count, CALL)} {kind_words}" for kind_words, count in left_out_calls.items()]
+    counts = [f"{plural(count, 'call')} {kind}" for kind, count in left_out_calls.items()]
     left_out = f"Left out: {words(counts)}." if counts else ""
     if not passes:
         raise BadInputError(
@@ -213,26 +222,25 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
 def _named_passes(calls: Sequence[_Call]) -> list[_Pass]:
     """The forward passes of calls that name their layers.  A pass ends with its process, before a
     call on other sequences, and before a layer that it already has.
+
+    Layers of two operators may have the same name: those of two models in one process.
     """
-    operators_of = {call.layer: call.operator for call in calls}
-    names = sorted(operators_of, key=_sort_key)
+    keys = sorted({(call.layer, call.operator) for call in calls}, key=_sort_key)
     # indices are the numbers in the names, 3 of "model.layers.3.linear_attn", if these differ
-    numbers = [re.search(r"\d+", name) for name in names]
+    numbers = [re.search(r"\d+", name) for name, _ in keys]
     indices = [int(number[0]) for number in numbers if number]
-    if len(set(indices)) < len(names):
-        indices = [*range(len(names))]
+    if len(set(indices)) < len(keys):
+        indices = [*range(len(keys))]
     layers = {
-        name: LayerRef(
-            index=index,
-            name=f"layer {name}" if name.isdecimal() else name,
-            operator=operators_of[name],
+        (name, operator): LayerRef(
+            index=index, name=f"layer {name}" if name.isdecimal() else name, operator=operator
         )
-        for index, name in zip(indices, names, strict=True)
+        for index, (name, operator) in zip(indices, keys, strict=True)
     }
     passes: list[dict[LayerRef, _Call]] = []
     previous: tuple[str, tuple[int, int]] | None = None
     for call in calls:
-        layer = layers[call.layer]
+        layer = layers[call.layer, call.operator]
         process_and_shape = (call.process, call.shape)
         if process_and_shape != previous or layer in passes[-1]:
             passes.append({})
@@ -241,14 +249,17 @@ def _named_passes(calls: Sequence[_Call]) -> list[_Pass]:
     return [tuple(calls.items()) for calls in passes]
 
 
-def _sort_key(name: str) -> list[tuple[int, str]]:
-    """A key by which "layers.9" comes before "layers.10"."""
-    return [(int(digits or 0), text) for text, digits in re.findall(r"(\D*)(\d*)", name)]
+def _sort_key(layer_and_operator: tuple[str, str]) -> list[tuple[int, str]]:
+    """A key by which "layers.9" comes before "layers.10": numbers count before the words in front
+    of them.
+    """
+    words_and_digits = re.findall(r"(\D*)(\d*)", " ".join(layer_and_operator))
+    return [(int(digits or 0), text) for text, digits in words_and_digits]
 
 
 def _counted_passes(calls: Sequence[_Call]) -> tuple[list[_Pass], Counter[str]]:
     """The forward passes of calls that do not name their layers, and the numbers of calls that are
-    left out, by kind.  The layers of one operator follow those of another.
+    left out, by kind.  The layers and the passes of one operator follow those of another.
     """
     numbered: list[_Pass] = []
     left_out: Counter[str] = Counter()
@@ -312,11 +323,12 @@ def _layer_count(processes: list[list[list[_Call]]]) -> int:
 
 
 def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) -> Recorded:
-    """Check a call and return it.
+    """Check a call and return it, with its slots as integers.
 
-    Raises ValueError if an output does not have its shape, if the bounds of sequences do not rise,
-    or if a scalar argument is not finite; a limit in a tuple may be infinite.  Raises KeyError if
-    an output has a dtype that records do not have.
+    Raises ValueError if an output does not have its shape, or out not its dtype; if the bounds of
+    sequences do not rise; if a scalar argument is not finite (a limit in a tuple may be infinite);
+    and if there is not one slot for each sequence.  Raises TypeError for a scalar that is no
+    number, and KeyError if an output has a dtype that records do not have.
     """
     spans_of(inputs)
     for name, value in vars(inputs).items():
@@ -337,8 +349,8 @@ def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) 
 
 
 def _reading(path: Path, read: Callable[..., T], *arguments: object) -> T:
-    """`read(path, *arguments)`.  Any error of the files becomes a BadInputError that names the
-    path.
+    """`read(path, *arguments)`.  Any error but SsdprofError and MemoryError becomes a BadInputError
+    that names the path.
     """
     try:
         return read(path, *arguments)
@@ -356,8 +368,10 @@ def _reading(path: Path, read: Callable[..., T], *arguments: object) -> T:
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors in a file of torch.save or safetensors, by name.  Raises MissingCapabilityError
-    if main memory cannot hold them twice.
+    """The tensors in a file of torch.save or safetensors, by name.
+
+    Raises MissingCapabilityError if main memory cannot hold them twice, and errors of any class for
+    a damaged file.
     """
     _check_room(file, regular(file, math.inf).stat().st_size)
     if file.suffix == ".safetensors":
@@ -493,21 +507,21 @@ def _safetensors(folder: Path) -> _Reading:
     `recording.json` describes the calls of those files that do not describe their calls themselves.
     """
     files = sorted(folder.glob("*_*.safetensors"))
+    if not files:
+        return [], Counter(), ""
     texts = [_reading(file, _text_of_call) for file in files]
     of_folder: dict[str, Any] = {}
-    if not all(texts) or not files:
+    if not all(texts):
         of_folder = _reading(folder / DESCRIPTION, _description_of_folder)
     calls = []
     sources: dict[str, None] = {}  # a set in order
-    if of_folder:
-        sources[str(of_folder["source"])] = None
     for file, text in zip(files, texts, strict=True):
         description = of_folder
         if text:
             description = _reading(file, partial(_description, text=text))
         operator = description["operator"]
         arguments = dict(description.get("arguments", {}))
-        sources[description["source"]] = None
+        sources[str(description["source"])] = None
         calls.append(
             _Call(
                 operator=operator,
@@ -538,10 +552,13 @@ def _description_of_folder(path: Path) -> dict[str, Any]:
 def _description(_path: Path, *, text: str) -> dict[str, Any]:
     """Parse the description of a call: operator, source, scalar arguments, and optionally the
     layer, the number among its calls, and what went wrong.  Raises errors of any class.
+
+    _path: the argument of a function for `_reading`.
     """
     description = parse_json(text)
     if description["operator"] not in operators.names():
         raise ValueError(f"there is no operator {description['operator']!r}")
+    index(description.get("number", 0))  # raises TypeError for a number that is no integer
     return {"source": "a server", **description}
 
 
@@ -560,6 +577,10 @@ def _shape(file: Path, first: str) -> tuple[int, int]:
 def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> Recorded:
     """Load a call whose tensors have the operator's names.  Without `cu_seqlens` it has one
     sequence.
+
+    arguments: those that are no tensors, by the operator's names; a list stands for a tuple.
+
+    Raises errors of any class.
     """
     tensors = _tensors(file)
     slots = tensors.pop("slots", None)
@@ -579,7 +600,8 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
 
 def _as_batch(inputs: Inputs, served: Output | None, slots: tuple[int, ...]) -> Recorded:
     """A packed verification, reshaped to a batch (sequences, length, ...) if its sequences have
-    equal lengths, so that it also runs on kernels that return only final states.
+    equal lengths, so that it also runs on kernels that return only final states.  Otherwise it
+    stays packed.
     """
     assert inputs.cu_seqlens is not None
     lengths = set(inputs.cu_seqlens.diff().tolist())
@@ -624,6 +646,7 @@ def _workloads(file: Path, folder: Path, documents: dict[str, Document]) -> list
     """Read a file of workloads.  Returns the calls in order; in place of a call that no operator
     has, a text that says what kind it is.  Raises errors of any class.
 
+    folder: that of definitions and workloads, in which their tensors are.
     documents: name of a definition -> the definition.
     """
     entries: list[_Call | str] = []
@@ -631,7 +654,11 @@ def _workloads(file: Path, folder: Path, documents: dict[str, Document]) -> list
         entry = parse_json(line)
         name, workload = entry["definition"], entry["workload"]
         document = documents[name]
-        matching = [pair for pair in operators.definitions() if pair[1].defines(document)]
+        matching = [
+            (operator, definition)
+            for operator, definition in operators.definitions()
+            if definition.defines(document)
+        ]
         if not matching:
             entries.append(f"of {name}")
         for operator, definition in matching:
@@ -657,7 +684,9 @@ def _workloads(file: Path, folder: Path, documents: dict[str, Document]) -> list
 
 
 def _sizes(document: Document, workload: Document) -> dict[str, int]:
-    """Name of an axis -> its size: variable axes are in the workload, others in the definition."""
+    """Name of an axis -> its size, which for variable axes is in the workload, and for others in
+    the definition.
+    """
     return {
         axis: index(workload["axes"][axis] if form["type"] == "var" else form["value"])
         for axis, form in document["axes"].items()
@@ -667,10 +696,12 @@ def _sizes(document: Document, workload: Document) -> dict[str, int]:
 def _load_workload(
     file: Path, folder: Path, read: Callable[..., Inputs], document: Document, workload: Document
 ) -> Recorded:
-    """Load or draw the tensors of a workload.  Raises ValueError for tensors that do not have the
-    shapes and dtypes of the definition.
+    """Load or draw the tensors of a workload.
 
     file: for messages.  read: `Definition.read`.
+
+    Raises ValueError for tensors that do not have the shapes and dtypes of the definition, or that
+    are outside of the folder, and errors of any class for damaged files.
     """
     values: Document = {}
     sizes = _sizes(document, workload)
@@ -682,7 +713,7 @@ def _load_workload(
         shape = tuple(sizes[axis] for axis in form["shape"])
         dtype = getattr(torch, form["dtype"])
         if source["type"] == "random":
-            _check_room(file, 8 * math.prod(shape))  # fp32 and a normalised copy
+            _check_room(file, 8 * math.prod(shape))  # 8 bytes: fp32 and a normalised copy
             tensor = _drawn(workload["uuid"], name, shape, dtype)
         else:
             path = (folder / source["path"]).resolve()
@@ -698,7 +729,8 @@ def _load_workload(
 
 def _drawn(uuid: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Random numbers ~ N(0, 1) for the input `name` of a workload.  They depend on the workload's
-    `uuid` and on the name only.  Rows of q and k have length 1, so that states stay finite.
+    `uuid`, on the name and on the shape only.  Rows of q and k have length 1, so that states stay
+    finite.
     """
     if not dtype.is_floating_point:
         raise ValueError(f"random integers are no {name}")

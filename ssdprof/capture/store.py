@@ -56,7 +56,7 @@ def default_folder(
     checkpoint: CheckpointRef, prompts: Sequence[Prompt], layers: Sequence[LayerRef]
 ) -> Path:
     """The folder for captures if there is no --out: in the assets cache of huggingface_hub, named
-    by model, prompts, modes of serving and layers.
+    by model, revision, prompts, modes of serving and layers.  It need not exist.
     """
     prompt_keys = [
         (prompt.token_sha256, prompt.batch, prompt.serving.model_dump(mode="json"))
@@ -71,10 +71,11 @@ def default_folder(
 
 
 def check_folder(out: Path | None, *, overwrite: bool) -> None:
-    """Raise the error of `CaptureWriter` in advance if it would refuse the folder.
+    """Raise the error of `CaptureWriter` in advance if it would refuse the folder, except for one
+    that another process writes to.
 
     out: None for the default folder.  Its name depends on the prompts' tokens, which are not known
-        yet, so only the cache that contains it is tested.
+        yet, so only whether the cache that contains it can be written is tested.
     overwrite: replace a complete capture in the folder.
     """
     check_writable(Path(constants.HF_ASSETS_CACHE) if out is None else out)
@@ -84,7 +85,8 @@ def check_folder(out: Path | None, *, overwrite: bool) -> None:
 
 def _refuse(folder: Path, *, overwrite: bool) -> None:
     """Raise BadInputError if the folder has another program's manifest; without `overwrite`, also
-    if it has a complete capture or one that cannot be read.
+    if it has a complete capture, or a manifest that is damaged or of another version.  One that may
+    not be read raises MissingCapabilityError.
     """
     if not is_capture(folder) or (overwrite and not is_foreign(folder)):
         return
@@ -97,7 +99,9 @@ def _refuse(folder: Path, *, overwrite: bool) -> None:
 
 
 def _complete_files(folder: Path) -> set[str]:
-    """Names of the files of the complete capture in the folder; empty if there is none."""
+    """Names of the files of the complete capture in the folder; empty if there is none, or if its
+    manifest cannot be read.
+    """
     with suppress(SsdprofError):
         manifest = read_manifest(folder)
         if manifest.complete:
@@ -111,11 +115,13 @@ class CaptureWriter:
     The manifest becomes complete when the context closes without an error.  An earlier complete
     capture stays until then.
 
-    kept: names of the files of an earlier complete capture, until the context closes.
+    kept: names of the files of an earlier complete capture, until the context closes; then those of
+        this one, if it is complete.
     manifest: the manifest so far.
 
-    Raises BadInputError if another process writes there, or if the folder holds a complete capture
-    and `overwrite` is not set; MissingCapabilityError if the disk is full or not writable.
+    Entering raises BadInputError if another process writes there, or if `_refuse` refuses the
+    folder.  Entering, `add` and closing raise MissingCapabilityError if the disk is full or not
+    writable.
     """
 
     def __init__(
@@ -169,8 +175,9 @@ class CaptureWriter:
                 self._remove_all_but(self.kept)
 
     def add(self, captured: CapturedLayer) -> LayerCapture:
-        """Store one call of a layer, then add it to the manifest.  Raises ValueError if the
-        manifest has it already.
+        """Store one call of a layer, then add it to the manifest.  Returns its entry.
+
+        Raises ValueError if the manifest has it already.
         """
         served = dict(zip(_SERVED, captured.served or (), strict=False))
         tensors = captured.inputs.tensors | served
@@ -211,7 +218,9 @@ class CaptureWriter:
         return capture
 
     def _remove_all_but(self, kept: set[str]) -> None:
-        """Remove files of captures, also those that a killed process left, except for `kept`."""
+        """Remove files of captures, also those that a killed process left, except for those named
+        in `kept`, and temporary files of the manifest.
+        """
         for pattern in (
             "layer_*_seqlen_*.safetensors",
             ".layer_*_seqlen_*.tmp",
@@ -237,15 +246,15 @@ class CaptureWriter:
 def load(folder: Path) -> tuple[CaptureManifest, Callable[..., CapturedLayer]]:
     """The manifest of a folder of captures, and `read_layer` for this folder.
 
-    Raises BadInputError, which names the file, for a manifest that is missing, unreadable or of
-    another schema version.
+    Raises the errors of `read_manifest`.
     """
     return read_manifest(folder), partial(read_layer, folder)
 
 
 def check(folder: Path, manifest: CaptureManifest, chosen: Sequence[LayerCapture]) -> None:
-    """Raise the error of a run of these captures in advance.  A run fails if a capture is damaged
-    or was interrupted.
+    """Raise the error of a run of these captures in advance.
+
+    BadInputError if one of `chosen` is damaged; SsdprofError if the capture was interrupted.
     """
     for capture in chosen:
         read_layer(folder, capture)
@@ -256,8 +265,10 @@ def check(folder: Path, manifest: CaptureManifest, chosen: Sequence[LayerCapture
 def read_layer(
     folder: Path, capture: LayerCapture, device: torch.device | str = "cpu"
 ) -> CapturedLayer:
-    """Load an entry of the manifest in `folder` to `device`.  Raises BadInputError if any byte is
-    not what was written.
+    """Load an entry of the manifest in `folder` to `device`.
+
+    Raises BadInputError if any byte of its file or its scalars is not what was written, and if the
+    operator does not accept the inputs.
     """
     device = torch.device(device)
     tensors = _checked_tensors(folder, capture)
@@ -290,8 +301,9 @@ def read_layer(
 
 
 def _checked_tensors(folder: Path, capture: LayerCapture) -> dict[str, torch.Tensor]:
-    """The tensors in the file of a call, inputs and served outputs by name.  Raises BadInputError
-    if they are not those that were written.
+    """The tensors in the file of a call, inputs and served outputs by name.
+
+    Raises BadInputError if the file is missing, or if they are not those that were written.
     """
     if not re.fullmatch(r"[\w.-]+\.safetensors", capture.file):
         raise BadInputError(
@@ -330,7 +342,9 @@ def _checked_tensors(folder: Path, capture: LayerCapture) -> dict[str, torch.Ten
 
 
 def _file_words(call: CallRef | None, seqlen: int) -> str:
-    """The prompt and the call in the name of a file: "seqlen_512", "seqlen_512_chunk_003"."""
+    """The prompt and the call in the name of a file: "seqlen_512_chunk_003", or "seqlen_512" for a
+    prompt in one call.
+    """
     if call is None:
         return f"seqlen_{seqlen}"
     return f"seqlen_{call.prompt_seqlen}_{call.kind}_{call.number:03d}"

@@ -55,7 +55,9 @@ def run({names}):
 def solve(kind: str, implementation: str, *values: Any) -> Output:
     """The outputs of a call, computed by a bundled implementation.  Solutions call this function.
 
-    kind: name of a `Definition`.  values: the inputs of the definition in order.
+    kind: name of a `Definition`.
+    implementation: "fused" or "unfused".
+    values: the inputs of the definition in order.
     """
     operator, definition = next(pair for pair in operators.definitions() if pair[1].name == kind)
     inputs: Values = dict(zip(definition.inputs, values, strict=True))
@@ -67,7 +69,11 @@ def solve(kind: str, implementation: str, *values: Any) -> Output:
 def write_folder(captures: Path, folder: Path) -> list[str]:
     """Write the calls of a capture.  Returns sentences on what was rounded and left out.
 
-    Raises BadInputError if no call can be written, and OSError.
+    captures: folder of a capture, which may be incomplete.
+    folder: that of flashinfer-bench.  Files of the same names are replaced.
+
+    Raises BadInputError if the capture is damaged or no call of it can be written, and OSError if
+    the folder cannot be written.
     """
     manifest, read = store.load(captures)
     documents: dict[Path, Document] = {}
@@ -116,7 +122,10 @@ def write_folder(captures: Path, folder: Path) -> list[str]:
 
 def _defined(operator: Operator, inputs: Inputs) -> tuple[Definition, Values]:
     """The operator's first definition that describes the call, and the definition's inputs, in
-    order.  Raises ValueError with the reason of the last definition if none does.
+    order.
+
+    Raises ValueError if none does: with the reason of the last one, or `UNWRITTEN` if the operator
+    has no definition.
     """
     reason = UNWRITTEN
     for definition in operator.load_definitions():
@@ -132,7 +141,12 @@ def _defined(operator: Operator, inputs: Inputs) -> tuple[Definition, Values]:
 def _document(
     path: Path, definition: Definition, values: Values, sizes: Mapping[str, int]
 ) -> Document:
-    """The JSON document of the definition of a call, at `path` in the folder of definitions."""
+    """The JSON document of a definition with the sizes and dtypes of a call.
+
+    path: OP/NAME.
+    values: the definition's inputs in the call.
+    sizes: of all axes.
+    """
     inputs = {
         name: {"shape": axes or None, "dtype": str(values[name].dtype).removeprefix("torch.")}
         for name, axes in definition.inputs.items()
@@ -157,7 +171,10 @@ def _document(
 
 
 def _write_definition(folder: Path, path: Path, definition: Definition, document: Document) -> None:
-    """Write the definition, and the bundled implementations as its solutions."""
+    """Write the document of a definition, and the bundled implementations as its solutions.
+
+    path: OP/NAME.
+    """
     _put_text(folder / "definitions" / f"{path}.json", json.dumps(document, indent=1))
     for implementation in ("fused", "unfused"):
         name = f"ssdprof_{implementation}_{path.name}"
@@ -197,7 +214,9 @@ def _write_values(folder: Path, file: Path, values: Values) -> Document:
 
 
 def _largest_change(before: Tensor, after: Tensor) -> float:
-    """The largest relative change of an element; elements that are 0 do not count."""
+    """The largest relative change of an element.  Elements that are 0 before, or infinite after,
+    do not count.
+    """
     ratio = after.double().flatten() / before.double().flatten()
     return float((ratio - 1).abs().nan_to_num(0, 0).max())
 

@@ -27,7 +27,7 @@ _LOWER_BOUND = -5.0
 def bind(per_channel: bool, step: bool, arguments: Arguments) -> FunctionCall | None:
     """A call in the operator's terms.  None if it is a call of the other operator.
 
-    per_channel: the operator is KDA, whose gates have a number for each channel of K.
+    per_channel: the operator is KDA, whose g has a number for each channel of K.
     step: the function is for a few tokens of each sequence.
     arguments: by our names, which `places.py` explains.
 
@@ -37,7 +37,9 @@ def bind(per_channel: bool, step: bool, arguments: Arguments) -> FunctionCall | 
         return None
     if arguments.get("softplus", 1.0) != 1.0 or arguments.get("second_pool") is not None:
         raise ValueError("a call with a factor in softplus, or with two pools, is not recorded")
-    state = arguments.get("state") if arguments.get("pool") is None else arguments["pool"]
+    state = arguments.get("other_pool")
+    if state is None:
+        state = arguments.get("state")
     q, k, v = _queries_keys_values(arguments, state)
     gate_shape = tuple(v.shape[:3])
     if per_channel:
@@ -69,9 +71,11 @@ def bind(per_channel: bool, step: bool, arguments: Arguments) -> FunctionCall | 
 def _queries_keys_values(
     arguments: Arguments, pool: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k (B, T, H, K), and v (B, T, HV, V), as views.
+    """q and k (B, T, H, K), and v (B, T, HV, V), as views.  Those of a call without a batch get a
+    batch of 1.
 
     pool: (slots, HV, V, K), whose shape says how q, k and v are cut from `mixed` (B, channels).
+        Used only if the call has `mixed`.
     """
     mixed = arguments.get("mixed")
     if mixed is None:
@@ -92,7 +96,7 @@ def _queries_keys_values(
 def _gates(
     name: str, arguments: Arguments, shape: tuple[int, ...], v: Tensor, *, default: float
 ) -> Tensor:
-    """g or beta of v's tokens, in this shape, (B, T, ...).
+    """g or beta of v's tokens, in this shape, (B, T, ...), as a view where that is possible.
 
     Gates of positions behind T are padding, and are left out.
     default: the value of all gates if the call has none.
@@ -110,7 +114,9 @@ def _gates(
 
 
 def _activation(arguments: Arguments, per_channel: bool) -> Activate:
-    """`FunctionCall.activate` of a call: computes g and beta from the gates that the call has."""
+    """`FunctionCall.activate` of a call: computes g and beta from the gates that the call has, in
+    fp32 if they are raw.
+    """
     is_raw = bool(arguments.get("raw_gate", arguments.get("A_log") is not None))
     is_linear = arguments.get("domain") == "linear" and arguments.get("g") is not None
     is_raw_beta = bool(arguments.get("raw_beta"))
@@ -133,7 +139,7 @@ def _activation(arguments: Arguments, per_channel: bool) -> Activate:
 
 
 def _lower_bound(arguments: Arguments) -> float | None:
-    """The lower bound of KDA's g.  None if g has none."""
+    """The lower bound of KDA's g, if its gate is raw.  None if g has none."""
     lower_bound: float | None = arguments.get("lower_bound")
     if "bounded" not in arguments:
         return lower_bound

@@ -1,9 +1,9 @@
 """Waits in a process of a recorded program until the program imports a module with places.
 
 `site/sitecustomize.py` calls `install` at the start of each Python process.  vLLM and SGLang call
-it as a plugin, also in processes to which they do not pass PYTHONPATH.  At the start of a process,
-only modules of the standard library are imported.  The table of places, torch and the recorder are
-imported with the first module that has a place.
+it as a plugin, also in processes to which they do not pass PYTHONPATH.  Until then, ssdprof imports
+only modules of the standard library.  The table of places, torch and the recorder are imported with
+the first module that has a place.
 """
 
 import json
@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 VARIABLE = "SSDPROF_RECORD"
-_waiting: set[str] = set()  # names of modules with places that are not imported yet
+_waiting: set[str] = set()  # names of modules with places that are not wrapped yet
 
 
 def find_spec(
@@ -24,7 +24,8 @@ def find_spec(
     """Find the spec of a module, as a finder in `sys.meta_path`: this Python module is that finder.
 
     The spec of a module with places comes from one of the other finders.  Its loader is changed so
-    that it also wraps the places.  None for all other modules.
+    that it also wraps the places.  None for all other modules, and if no other finder knows the
+    module.
     """
     if name not in _waiting:
         return None
@@ -34,14 +35,17 @@ def find_spec(
             continue
         spec: ModuleSpec | None = find(name, path, target)
         if spec is not None:
-            _waiting.discard(name)
             _wrap_after(spec)
             return spec
     return None
 
 
 def _wrap_after(spec: ModuleSpec) -> None:
-    """Change a module's loader, so that it wraps the places as soon as it has run the module."""
+    """Change a module's loader, so that it wraps the places as soon as it has run the module.
+
+    The module waits until then: a program may only look for the spec, and import the module later.
+    Loaders without `exec_module` stay as they are.
+    """
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
     if loader is None or execute is None:
@@ -50,7 +54,10 @@ def _wrap_after(spec: ModuleSpec) -> None:
     def exec_module(module: ModuleType) -> None:
         del loader.exec_module  # so that the method of the loader's class is visible again
         execute(module)
-        _wrap(module)
+        # another finder may ask this one for a spec, so that both change the loader
+        if spec.name in _waiting:
+            _waiting.discard(spec.name)
+            _wrap(module)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]
 
@@ -63,12 +70,13 @@ def _wrap(module: ModuleType) -> None:
     try:
         import_module("ssdprof.record.wrapping").wrap_places(module)
     except Exception as error:
-        print(f"ssdprof: {module.__name__} is not recorded: {error!r}", file=sys.stderr)
+        note = import_module("ssdprof.record.settings").note
+        note(f"{module.__name__} is not recorded: {error!r}.")
 
 
 def install() -> None:
-    """Begin to wait for modules with places if the program is recorded.  A second call in a process
-    has no effect.
+    """Begin to wait for modules with places if the program is recorded.  Those that are imported
+    already are wrapped at once.  A second call in a process has no effect.
     """
     settings = os.environ.get(VARIABLE)
     this = sys.modules[__name__]

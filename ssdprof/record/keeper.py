@@ -2,17 +2,20 @@
 thread.
 
 always      Every call.
-nonfinite   The first call of each layer whose output has NaN or infinity, and the calls before it.
-wrong       As `nonfinite`.  Also a call that begins with a state that no earlier call left, or
-            whose output is outside the error budget.  Comparisons with the budget take a limited
-            share of the time, so that most calls are not compared.
+nonfinite   The first call of each layer with NaN or infinity in its output or final states, and the
+            `--keep` calls of the layer before it.
+wrong       As `nonfinite`.  A call is also wrong if it begins with a state that no earlier call
+            left for its sequence, or if its output is outside the error budget.  Comparisons with
+            the budget take a limited share of the time, so that most calls are not compared.
+
+All of them end when as much is stored as the options allow.
 """
 
 import errno
 import json
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from functools import cache
 from importlib import import_module, metadata
 from pathlib import Path
@@ -28,8 +31,9 @@ from ssdprof.core.target import CallRef, LayerRef
 from ssdprof.record.recorded_call import RecordedCall, rank
 from ssdprof.record.settings import PASSED, RecordSettings, note
 
-_SHARE = 0.05  # of the time that comparisons may take
-_LONGEST_PAUSE_S = 60.0  # after a comparison, which may have compiled kernels
+_SHARE = 0.05  # of the time that comparisons may take, if each takes less than 3 s
+# after a comparison: one that compiles kernels takes long, and those that follow it do not
+_LONGEST_PAUSE_S = 60.0
 
 
 class Keeper:
@@ -40,14 +44,17 @@ class Keeper:
         process that is forked during an import would have half of the module.
 
         most_bytes: of the calls in all rings together.
+
+        Raises OSError if the folder of calls cannot be written.
         """
         self._settings = settings
         self.most_bytes = most_bytes
         if settings.when == "wrong":
             self._outside_budget = import_module("ssdprof.record.verdict").outside_budget
         # keys of these: `RecordedCall.layer_key`
-        self._rings: dict[tuple[str, str], deque[RecordedCall]] = {}  # last calls, on their device
-        self._last_numbers: dict[tuple[str, str], int] = {}
+        # the last calls, on their device
+        self._rings: defaultdict[tuple[str, str], deque[RecordedCall]] = defaultdict(deque)
+        self._last_numbers: dict[tuple[str, str], int] = {}  # of calls that had final states
         self.failed: set[tuple[str, str]] = set()  # layers that went wrong: no later call is wanted
         self._stored_calls = self._stored_bytes = self._ring_bytes = 0
         self._provenance = Provenance(rows_are_sequences=False)
@@ -62,7 +69,11 @@ class Keeper:
         return self._stored_calls >= limits.max_calls or self._stored_bytes >= limits.max_bytes
 
     def keep(self, call: RecordedCall) -> None:
-        """Store the call if it is wanted, and the calls of its layer before it.  Raises OSError."""
+        """Store the call if it is wanted, and the calls in its layer's ring before it; otherwise
+        add it to the ring.
+
+        Raises OSError if a file cannot be written, and any error of a comparison with the budget.
+        """
         if self._settings.when == "always":
             self._store(call, fault="")
             return
@@ -70,8 +81,9 @@ class Keeper:
         if layer in self.failed:
             return
         fault = self._fault(call)
-        self._last_numbers[layer] = call.number
-        ring = self._rings.setdefault(layer, deque())
+        if call.final_states is not None:  # otherwise the next call's states are not known
+            self._last_numbers[layer] = call.number
+        ring = self._rings[layer]
         ring.append(call)
         self._ring_bytes += call.nbytes
         if fault:
@@ -90,19 +102,23 @@ class Keeper:
             self._ring_bytes -= oldest.popleft().nbytes
 
     def release(self) -> None:
-        """Free the calls in rings, when no call follows."""
+        """Free the calls in rings and the file, when no call follows."""
         self._rings.clear()
         os.close(self._passed)
 
     def _fault(self, call: RecordedCall) -> str:
         """What is wrong with a call, a sentence without its full stop.  Empty if no test failed."""
+        # not finite may also be what is padding, or a sum: `first_nonfinite` is then empty
         fault = "" if call.is_finite() else call.packed().first_nonfinite()
         if fault or self._settings.when == "nonfinite":
             return fault
         return self._fault_of_values(call.packed())
 
     def _fault_of_values(self, call: RecordedCall) -> str:
-        """As `_fault`, for a finite, packed call: where its states come from, and the budget."""
+        """As `_fault`, for a finite, packed call: where its states come from, and the budget.
+
+        Empty for a call without final states, or without tokens.
+        """
         if call.final_states is None or not call.inputs.length:
             return ""
         outputs = call.out, call.final_states
@@ -131,15 +147,17 @@ class Keeper:
         begin_s = time.monotonic()
         if begin_s < self._next_comparison_s:
             return ""
-        fault = self._outside_budget(call.activated().inputs, outputs)
-        end_s = time.monotonic()
-        self._next_comparison_s = end_s + min((end_s - begin_s) / _SHARE, _LONGEST_PAUSE_S)
-        return fault and f"{call.name}: {fault}"
+        try:
+            fault = self._outside_budget(call.activated().inputs, outputs)
+        finally:
+            end_s = time.monotonic()
+            self._next_comparison_s = end_s + min((end_s - begin_s) / _SHARE, _LONGEST_PAUSE_S)
+        return f"{call.name}: {fault}" if fault else ""
 
     def _store(self, call: RecordedCall, fault: str) -> None:
-        """Write a call to a file of its own, unless the limits are reached.
+        """Write a call to a file of its own, unless the limits are reached or it has no tokens.
 
-        fault: what is wrong with the call, for the report of a run; may be empty.
+        fault: what is wrong with the call, for the report of a run; empty if nothing is.
         """
         if self.is_full:
             return
@@ -171,13 +189,12 @@ class Keeper:
 def _write(file: Path, tensors: dict[str, Tensor], description: dict[str, object]) -> None:
     """Write a file that only its owner may read.  It appears under its name once it is complete.
 
-    Raises OSError.
+    Raises OSError if it cannot be written.
     """
     temporary = file.with_suffix(".tmp")
     try:
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL, 0o600))
         save_file(tensors, temporary, {"call": json.dumps(description)})
-        temporary.chmod(0o600)
+        temporary.chmod(0o600)  # until then, its folder lets nobody else in
         temporary.replace(file)
     except SafetensorError as error:
         raise OSError(errno.EIO, str(error)) from error
@@ -187,7 +204,10 @@ def _write(file: Path, tensors: dict[str, Tensor], description: dict[str, object
 
 @cache
 def source(library: str) -> str:
-    """A library with its installed version: "flash-linear-attention 0.6.0"."""
+    """A library with its installed version: "flash-linear-attention 0.6.0".
+
+    library: name of its distribution.
+    """
     try:
         return f"{library} {metadata.version(library)}"
     except metadata.PackageNotFoundError:

@@ -1,30 +1,33 @@
-"""The table of places, from `places.toml`: which functions compute an operator, and with which
-signature, which says how a function takes the operator's inputs.  Imports no torch.
+"""The table of places, from `places.toml`: the functions that compute an operator, each with its
+signature.  Imports no torch.
 
-A signature maps our names to a function's parameters.  Our names are the fields of the operators'
-inputs, the fields of `states.CallStates`, and these:
+A signature says how a function takes the operator's inputs: it maps our names to the function's
+parameters.  Our names are the fields of the operators' inputs, the fields of `states.CallStates`,
+and these:
 
 norm            whether the function normalises q and k
 mixed           (B, 2 H K + HV V), q, k and v side by side for one token of each sequence
-g, beta         in any shape that has as many numbers
-raw_gate        whether g is -exp(A_log) softplus(g + dt_bias); without this name: if there is an
-                A_log
-lower_bound     if it is a number, a raw g of KDA is lower_bound sigmoid(exp(A_log) (g + dt_bias))
+g, beta         the gates, in any shape with as many numbers as the operator's g and beta have
+raw_gate        whether the operator's g is -exp(A_log) softplus(g + dt_bias); without this name: if
+                there is an A_log
+lower_bound     if it is a number, the operator's g for a raw gate of KDA is
+                lower_bound sigmoid(exp(A_log) (g + dt_bias))
 bounded         if there is this name, g has a lower bound only where it is True or "bounded"
-softplus        factor inside softplus
-domain          "linear": g is the decay, not its logarithm
-raw_beta        whether beta is sigmoid(beta)
-doubled         whether raw beta is 2 sigmoid(beta)
+softplus        factor inside softplus; only 1 is recorded
+domain          "linear": the operator's g is the logarithm of g
+raw_beta        whether the operator's beta is sigmoid(beta)
+doubled         whether it is 2 sigmoid(beta) for a raw beta
 is_kda          whether the call is one of KDA, for a function that serves GDN and KDA
-out             where the function writes its output, instead of returning it
-pool            FlashInfer's name of a pool that replaces `state`
-second_pool     a second pool
+out             where the function writes its output; None: it returns the output
+other_pool      a pool that replaces `state` if the call has it
+second_pool     a pool besides `state`; a call with it is not recorded
 overwrites      our names of inputs that the function overwrites, besides initial states
 new_states      the function writes final states to other memory than that of the initial states
 
 For prompts of Mamba-2, where the final states are:
 
-pool, slots     in a pool, in these slots
+final_pool, final_slots
+                in a pool, in these slots
 last_chunks     (sequences), the index of the sequence's last chunk among the states of all chunks,
                 which vLLM returns with `returns_chunks`
 returns_final, returns_final_packed
@@ -36,7 +39,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, get_args
+from typing import Any, TypeAlias, get_args
 
 from ssdprof.record import delta_rule, selective_scan
 from ssdprof.record.place import INITIAL_STATES, Arguments, FunctionCall, Phase, Place
@@ -53,29 +56,29 @@ _REFUSED = tuple(_TABLE["refused"].split())
 
 # "reads": our name -> the parameter; "may": our name -> a parameter that only some versions have;
 # "owner": our name -> the attribute of `self`; "fixed": our name -> a value that is no argument
-Signature: TypeAlias = dict[str, dict[str, str]]
-_NAMES = ("reads", "may", "owner")
+Signature: TypeAlias = dict[str, dict[str, Any]]
+_NAMED = ("reads", "may", "owner")  # those that are lists of names in the file
 
 
 def _signatures() -> dict[str, Signature]:
     """All signatures of `places.toml`, by name.  A signature includes those in its `like`, which
-    precede it in the file.
+    precede it in the file.  Its own entries replace theirs.
     """
     known: dict[str, Signature] = {}
     for name, entry in _TABLE["signature"].items():
-        signature: Signature = {kind: {} for kind in (*_NAMES, "fixed")}
+        signature: Signature = {kind: {} for kind in (*_NAMED, "fixed")}
         known[name] = signature
         for like in entry.get("like", "").split():
             for kind, values in known[like].items():
                 signature[kind] |= values
-        for kind in _NAMES:
+        for kind in _NAMED:
             signature[kind] |= _pairs(entry.get(kind, ""))
         signature["fixed"] |= entry.get("fixed", {})
     return known
 
 
 def _pairs(words: str) -> Iterator[tuple[str, str]]:
-    """ "q g=raw_g" -> ("q", "q"), ("g", "raw_g")."""
+    """Our names and the parameters or attributes: "q g=raw_g" -> ("q", "q"), ("g", "raw_g")."""
     for word in words.split():
         our_name, _, parameter = word.partition("=")
         yield our_name, parameter or our_name
@@ -105,7 +108,10 @@ def _places() -> Iterator[Place]:
 def _bind(
     signature: Signature, operator: str, phase: Phase, by_parameter: Arguments
 ) -> FunctionCall | None:
-    """`Place.bind` of a function with this signature."""
+    """`Place.bind` of a function with this signature.
+
+    by_parameter: the arguments of a call.
+    """
     for name in _REFUSED:
         if by_parameter.get(name) is not None and by_parameter[name] is not False:
             raise ValueError(f"a call with {name} is not recorded")
@@ -115,19 +121,16 @@ def _bind(
     call.overwrites = frozenset(signature["fixed"].get("overwrites", "").split())
     if "new_states" not in signature["fixed"]:
         call.overwrites |= INITIAL_STATES
-    layer = by_parameter.get("layer_id")
-    if layer is not None:
-        call.layer = str(layer)
     return call
 
 
 def _by_our_names(signature: Signature, by_parameter: Arguments) -> Arguments:
-    """The arguments of a call by our names.
+    """The arguments of a call by our names, in place of fixed values of these names.
 
     Raises ValueError if `self` lacks an attribute.
     """
     arguments = dict(signature["fixed"])
-    for our_name, parameter in {**signature["may"], **signature["reads"]}.items():
+    for our_name, parameter in (signature["reads"] | signature["may"]).items():
         if parameter in by_parameter:
             arguments[our_name] = by_parameter[parameter]
     for our_name, attribute in signature["owner"].items():

@@ -1,4 +1,4 @@
-"""A recorded call: on its device, then in main memory, as it is stored."""
+"""A recorded call: on its device as its function took it, then packed, and as it is stored."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from ssdprof.record.place import Activate, Place, unchanged
 class RecordedCall:
     """A call of a place's function, with its output.
 
-    layer: its name or number in the model; empty if it is unknown.
-    number: index of the call among all calls of its layer, including those that were not recorded.
+    layer: its name or number in the model; empty if it is not known.
+    number: rises from call to call of a layer: by 1, or by more if calls of the process may have
+        been lost in between.
     inputs: until the call is `activated`, with gates as the function takes them.
+    final_states: None if the function keeps none.
     slots: (sequences), slots in the program's pool of states, -1 for padding; None without a pool.
     weights, activate: as in `FunctionCall`.
     """
@@ -40,7 +42,8 @@ class RecordedCall:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that the call has, by their names in a file.
+        """All tensors that the call has, by their names in a file; before it is `activated`, also
+        its weights.
 
         Outputs come first, because they are copied in this order, and programs overwrite outputs
         before inputs.
@@ -85,7 +88,7 @@ class RecordedCall:
         """The call in main memory, in pinned memory if it was on a GPU.  Waits for the copy."""
         if self.inputs.device.type != "cuda":
             return self
-        # without blocking, into pinned memory
+        # without blocking, torch copies into pinned memory
         copies = {
             name: tensor.to("cpu", non_blocking=True) for name, tensor in self.tensors.items()
         }
@@ -100,8 +103,8 @@ class RecordedCall:
     def packed(self) -> RecordedCall:
         """The call with its sequences packed in one row.
 
-        Sequences without a slot, and tokens behind the last sequence, are left out.  Waits for the
-        device, whose `cu_seqlens` and slots it reads.
+        Padding, which are sequences with slot -1 and tokens behind the last sequence, is left out.
+        There may be no token left.  Waits for the device, whose `cu_seqlens` and slots it reads.
         """
         inputs = self.inputs
         binding = operators.get(self.place.operator).binding
@@ -119,8 +122,8 @@ class RecordedCall:
             slots = slots[sequences]
         lengths = bounds.diff()[sequences]
         packed_bounds = torch.cat([bounds[:1] * 0, lengths.cumsum(0, dtype=bounds.dtype)])
-        # of each token that stays, its index in the row
         shifts = bounds[sequences] - packed_bounds[:-1]
+        # the indices of the tokens that stay
         tokens = torch.arange(int(packed_bounds[-1])) + shifts.repeat_interleave(lengths)
         if len(tokens) < of_tokens["out"].shape[1]:
             of_tokens = {name: tensor[:, tokens] for name, tensor in of_tokens.items()}
@@ -133,16 +136,16 @@ class RecordedCall:
             final_states = final_states[tokens if inputs.state_every else sequences]
         return replace(
             self,
-            inputs=type(inputs).unchecked(**vars(inputs) | changed),  # there may be no token
+            inputs=type(inputs).unchecked(**vars(inputs) | changed),  # a check refuses no tokens
             out=out,
             final_states=final_states,
             slots=slots,
         )
 
     def is_finite(self) -> bool:
-        """Whether all outputs are finite, judged by their sums, so that each is read once.
+        """Whether out and final states are finite, judged by their sums, so that each is read once.
 
-        False also for finite outputs whose sum overflows in fp32.
+        False also for finite ones whose sum overflows in fp32.  Waits for the device.
         """
         outputs = [tensor for tensor in (self.out, self.final_states) if tensor is not None]
         sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in outputs])
@@ -150,7 +153,7 @@ class RecordedCall:
 
     def first_nonfinite(self) -> str:
         """A sentence, without a full stop, on the first NaN or infinity in the outputs of a packed
-        call, and on whether the inputs are finite.  Empty if all outputs are finite.
+        call, and on the inputs that are not finite.  Empty if all outputs are finite.
         """
         where = self._nonfinite_place()
         if not where:
@@ -161,7 +164,9 @@ class RecordedCall:
         return f"{self.name}: {where} is NaN or infinite; {cause}"
 
     def _nonfinite_place(self) -> str:
-        """Where the outputs of a packed call are first NaN or infinite; empty if nowhere."""
+        """Where the outputs of a packed call are first NaN or infinite: in `out`, or else in the
+        final states.  Empty if they are finite.
+        """
         index = _first_nonfinite(self.out[0])
         if index is not None:
             token, head = index
@@ -198,9 +203,11 @@ def _first_nonfinite(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def rank() -> int | None:
-    """The rank of this process; None if it is not known."""
+    """The rank of this process in `torch.distributed`, or else in the variable RANK; None if it is
+    not known.
+    """
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
-    number = os.environ.get("RANK")
-    return int(number) if number else None
+    number = os.environ.get("RANK", "")
+    return int(number) if number.isdecimal() else None

@@ -4,7 +4,8 @@
            -> the recorder's thread: `Keeper`, which stores calls, on a stream of the thread's own
 
 The copies are on the tensors' device.  They are made before the program continues, because its next
-statement may overwrite the buffers.  On a GPU they are made in the program's stream.
+statement may overwrite the buffers.  On a GPU they are made in the program's stream, and the
+program does not wait for them.
 
 The copies of a large prompt would take a considerable part of the call's time.  On a GPU they are
 made on a second stream, while the program's kernels run:
@@ -18,7 +19,8 @@ The queue also holds the tensors that are copied, so that memory which the progr
 allocated again before.  The thread frees neither them nor the copies before all kernels that read
 them have ended.
 
-A call for which the queue has no room is not copied.  Only the thread waits for the device.
+A call for which the queue has no room is not copied, except for the states that `Place.bind`
+gathers from a pool.  Only the thread waits for the device.
 """
 
 from __future__ import annotations
@@ -71,6 +73,8 @@ class _BegunCall:
     """A call whose function has not run yet.
 
     inputs: with copies of the tensors in `copied`.  The others are copied after the function.
+    layer: name or number of the layer; empty if it is not known.
+    copied: names of inputs; of names that the call does not have, too.
     second_stream: for the copies of a large prompt on a GPU; None for other calls.
     copies_states: whether the initial states are copied there.
     """
@@ -109,38 +113,45 @@ class Recorder:
     """The recorder of a process.  A forked process has a new one."""
 
     _current: Recorder | None = None
+    _was_created = False  # or could not be
+    _creation = threading.Lock()  # several threads may make their first calls at once
 
     def __init__(self) -> None:
         self.settings = RecordSettings.of(os.environ)
         self._local = threading.local()
         self._unnamed_layers: dict[int, int] = {}  # id of a module -> order of first calls
-        self._counts: Counter[tuple[str, str]] = Counter()  # calls of an operator and layer
+        # operator and layer -> number of its next call, if none was lost
+        self._next_numbers: Counter[tuple[str, str]] = Counter()
         self.lost: Counter[str] = Counter()  # reason -> calls that were not recorded
         self._queue = _Queue()
         self._keeper = Keeper(self.settings, _RING_BYTES)
         self._next_query_s = 0.0
         self._thread = threading.Thread(target=self._work, name="ssdprof-record", daemon=True)
         self._thread.start()
-        # `multiprocessing` ends its processes without atexit, and other processes run no finalizers
+        # processes of `multiprocessing` end without atexit; in others, finalizers run after most
+        # functions that the program has registered with atexit, which may end what recording needs
         util.Finalize(None, self.flush, exitpriority=100)
         atexit.register(self.flush)
 
     @classmethod
     def of_process(cls) -> Recorder | None:
-        """The recorder of this process.  None if it cannot be created: a process that is ending
-        cannot start a thread.
+        """The recorder of this process.  None if it could not be created: a process that is ending
+        cannot start a thread.  This is tried once.
         """
-        if cls._current is None:
-            try:
-                cls._current = cls()
-            except Exception as error:
-                note(f"This process is not recorded: {error}.")
-        return cls._current
+        with cls._creation:
+            if not cls._was_created:
+                try:
+                    cls._current = cls()
+                except Exception as error:
+                    note(f"This process is not recorded: {error}.")
+                cls._was_created = True
+            return cls._current
 
     @classmethod
     def forget(cls) -> None:
         """Forget the recorder in a forked process, which does not have its thread."""
-        cls._current = None
+        cls._current, cls._was_created = None, False
+        cls._creation = threading.Lock()  # another thread may have held the old one
 
     # --- in the program's thread
 
@@ -171,12 +182,14 @@ class Recorder:
         try:
             arguments = by_name()
             if not _is_plain(arguments):
+                self.lost["with gradients, or of a subclass of Tensor"] += 1
                 return None
             with torch.no_grad():
                 bound = place.bind(arguments)
                 if bound is None:
                     return None
-                layer = bound.layer or self._layer()
+                layer_id = arguments.get("layer_id")
+                layer = self._layer() if layer_id is None else str(layer_id)
                 if (place.operator, layer) in self._keeper.failed:
                     return None
                 if not self._queue.wait_for_room(self.settings.max_delay_s):
@@ -239,7 +252,7 @@ class Recorder:
             self._count_failure(place, error)
             return
         # graphs may be replayed between two calls, whose numbers then must not be consecutive
-        self._counts[call.layer_key] += 2 if _IN_GRAPHS in self.lost else 1
+        self._next_numbers[call.layer_key] += 2 if _IN_GRAPHS in self.lost else 1
         self._queue.put((copies, copied, (call, begun, returned)))
 
     def _recorded(self, place: Place, begun: _BegunCall, returned: object) -> RecordedCall:
@@ -252,8 +265,8 @@ class Recorder:
         return RecordedCall(
             place=place,
             layer=begun.layer,
-            # each lost call leaves a gap in the numbers
-            number=self._counts[place.operator, begun.layer] + self.lost.total(),
+            # each lost call leaves a gap in the numbers of all layers
+            number=self._next_numbers[place.operator, begun.layer] + self.lost.total(),
             inputs=inputs,
             out=out,
             final_states=final_states,
@@ -263,7 +276,7 @@ class Recorder:
         )
 
     def _count_failure(self, place: Place, error: Exception) -> None:
-        """Count a call that this error prevents from being recorded."""
+        """Count a call that this error prevents from being recorded, and print the error."""
         if isinstance(error, torch.OutOfMemoryError):
             self.lost["for which its device had no memory"] += 1
             return
@@ -283,7 +296,7 @@ class Recorder:
         among the callers' variables that has one.
 
         If none has, the nearest module is numbered in the order of first calls.  Empty if there is
-        no module.
+        no module among them.
         """
         nearest = None
         for module in _modules_of_callers(sys._getframe(2)):
@@ -300,7 +313,11 @@ class Recorder:
     # --- in the recorder's thread
 
     def _work(self) -> None:
-        """Keep calls until the queue is closed and empty."""
+        """Give calls to the keeper until the queue is closed and empty.
+
+        The queue is closed when the process ends, when as much is stored as the settings allow, and
+        when the disk is full.
+        """
         while (queued := self._queue.get()) is not None:
             call, copied, originals = queued
             try:
@@ -336,7 +353,8 @@ class Recorder:
                     stream.synchronize()
 
     def _limit_memory(self, device: torch.device) -> None:
-        """Limit the memory of calls on a GPU to half of what the program could allocate.
+        """Limit the memory of calls on a GPU to half of what the program could allocate without
+        them: to as much as it still can.
 
         Calls in the queue hold twice their size: the copies, and the tensors that were copied.
         """
@@ -346,14 +364,16 @@ class Recorder:
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         self._queue.most_bytes = min(_WAITING_BYTES, free // 4)
-        self._keeper.most_bytes = min(_RING_BYTES, free)
+        self._keeper.most_bytes = min(_RING_BYTES, free // 2)
 
     def flush(self) -> None:
         """When the process ends: store the calls in the queue, and print how many were lost."""
-        if Recorder._current is not self or not self._thread.is_alive():
+        if Recorder._current is not self:
             return
         self._queue.close()
         self._thread.join(_FLUSH_S)
+        if self._thread.is_alive():
+            note(f"Calls that were not stored within {_FLUSH_S:g} s are lost.")
         for reason, count in self.lost.items():
             note(f"{plural(count, 'call')} {reason}: not recorded (process {os.getpid()}).")
 
@@ -369,7 +389,10 @@ class _Queue:
         self.closed = False
 
     def wait_for_room(self, most_s: float) -> bool:
-        """Wait at most this long until a call can be added.  Returns whether one can be."""
+        """Wait at most this long until a call can be added, or the queue is closed.
+
+        Returns whether this was so.
+        """
         with self._changed:
             return self._changed.wait_for(
                 lambda: self.closed or self._bytes <= self.most_bytes, most_s
@@ -396,7 +419,7 @@ class _Queue:
         return queued
 
     def close(self) -> None:
-        """Accept no more calls."""
+        """Accept no more calls.  Those in the queue stay there."""
         with self._changed:
             self.closed = True
             self._changed.notify_all()
@@ -406,8 +429,8 @@ os.register_at_fork(after_in_child=Recorder.forget)
 
 
 def _is_plain(arguments: Mapping[str, object]) -> bool:
-    """Whether a call can be recorded: its tensors need no gradients, and are of no subclass, such
-    as FakeTensor, whose tensors may have no values.
+    """Whether the arguments of a call can be recorded: tensors among them need no gradients, and
+    are of no subclass but Parameter.  A FakeTensor, for example, has no values.
     """
     tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -428,9 +451,9 @@ def _copies(
     """The values, with copies of the tensors that have these names, made in the values' order.
 
     second_stream: the current stream, if it is not the program's.  There, one call of the driver
-        copies all tensors that are dense.  It leaves the multiprocessors to the program's kernels:
-        while the 207 MB of a call are copied, four matrix products on an H200 take 38 us longer
-        with `clone`, and with this not measurably longer (within 20 us).
+        copies all tensors that are dense, after the others.  It leaves the multiprocessors to the
+        program's kernels: while the 207 MB of a call are copied, four matrix products on an H200
+        take 38 us longer with `clone`, and with this not measurably longer (within 20 us).
     """
     copies = dict(values)
     dense = []
@@ -470,8 +493,8 @@ def _copy_together(pairs: list[tuple[Tensor, Tensor]], stream: torch.cuda.Stream
 
 @cache
 def _memcpy_batch() -> Callable[..., int] | None:
-    """The driver's function that makes several copies.  It returns 0 if it can.  None before CUDA
-    12.8.
+    """The driver's function that begins several copies.  It returns 0 if it has begun all of them.
+    None before CUDA 12.8.
     """
     return getattr(ctypes.CDLL("libcuda.so.1"), "cuMemcpyBatchAsync", None)
 
@@ -494,8 +517,8 @@ def _modules_of_callers(frame: FrameType | None) -> Iterator[torch.nn.Module]:
     for _ in range(_FRAMES):
         if frame is None:
             return
-        # `f_locals` is a copy that keeps the caller's tensors alive: a caller of this generator
-        # should stop as soon as it has found its module
+        # before Python 3.13, `f_locals` is a copy that keeps the frame's tensors alive until the
+        # frame ends: a caller of this generator should stop as soon as it has found its module
         for value in (frame.f_locals.get("self"), frame.f_locals.get("layer")):
             if isinstance(value, torch.nn.Module):
                 yield value
@@ -504,5 +527,5 @@ def _modules_of_callers(frame: FrameType | None) -> Iterator[torch.nn.Module]:
 
 @cache
 def _stream(device: torch.device, _user: str) -> torch.cuda.Stream:
-    """A stream on this device for each user, the thread or the copies."""
+    """The stream on this device of a user: "thread" or "copies"."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

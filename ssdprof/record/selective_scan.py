@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _TOKEN_TENSORS = ("x", "dt", "B", "C", "z")  # inputs (b, l, ...)
+# other inputs, in the operator's shapes
 _CALL_ARGUMENTS = ("A", "D", "dt_bias", "chunk_size", "initial_states", "dt_softplus", "dt_limit")
 
 
@@ -30,7 +31,7 @@ def bind(step: bool, arguments: Arguments) -> FunctionCall:
 
 
 def _bind_prompt(arguments: Arguments) -> FunctionCall:
-    """x is (b, l, h, p), or (l, h, p) in vLLM."""
+    """A prompt, whose x is (b, l, h, p), or (l, h, p) in vLLM."""
     cu_seqlens = arguments.get("cu_seqlens")
     if cu_seqlens is None and arguments.get("seq_idx") is not None:
         raise ValueError("packed sequences without cu_seqlens are not recorded")
@@ -44,7 +45,7 @@ def _bind_prompt(arguments: Arguments) -> FunctionCall:
         out, other_tensors = outputs_of(arguments, inputs["x"], returned)
         return out, _final_states(arguments, other_tensors)
 
-    return FunctionCall(inputs=inputs, result=result, slots=arguments.get("slots"))
+    return FunctionCall(inputs=inputs, result=result, slots=arguments.get("final_slots"))
 
 
 def _final_states(arguments: Arguments, returned: list[Tensor]) -> Tensor | None:
@@ -52,9 +53,9 @@ def _final_states(arguments: Arguments, returned: list[Tensor]) -> Tensor | None
 
     returned: the tensors that the function returned besides its output.
     """
-    pool: Tensor | None = arguments.get("pool")
+    pool: Tensor | None = arguments.get("final_pool")
     if pool is not None:
-        return pool[arguments["slots"].long()]
+        return pool[arguments["final_slots"].long()]
     if "last_chunks" in arguments:
         if arguments["returns_chunks"]:
             return returned[0][arguments["last_chunks"].long()]
@@ -63,6 +64,7 @@ def _final_states(arguments: Arguments, returned: list[Tensor]) -> Tensor | None
     returns_states = arguments["returns_final_packed" if is_packed else "returns_final"]
     if not returns_states:
         return None
+    # the last tensor; with `returns_tracked`, the second of three
     return returned[1] if arguments.get("returns_tracked") else returned[-1]
 
 
@@ -70,14 +72,15 @@ def _bind_step(arguments: Arguments) -> FunctionCall:
     """A few tokens of each sequence.
 
     x is (b, h, p), (b, l, h, p), or (tokens, h, p) with cu_seqlens.  dt, A, D and dt_bias are
-    expanded over the channels of a head.  If they are not, it may be a call of Mamba-1.
+    expanded over the channels of a head.  If they are not, it may be a call of Mamba-1, which is
+    refused.
     """
     cu_seqlens = arguments.get("cu_seqlens")
     if arguments.get("token_buffer") is not None and arguments.get("buffer_rows") is None:
-        raise ValueError("states in a buffer without rows of its own are not recorded")
+        raise ValueError("states in a buffer without the rows of its sequences are not recorded")
 
     def with_batch(tensor: Tensor) -> Tensor:
-        """(b, l, ...)"""
+        """A tensor of tokens as (b, l, ...)."""
         if tensor.ndim == 4:
             return tensor
         return tensor[:, None] if cu_seqlens is None else tensor[None]
@@ -112,7 +115,8 @@ def _bind_step(arguments: Arguments) -> FunctionCall:
 
 
 def _of_heads(name: str, tensor: Tensor | None, dims: int) -> Tensor | None:
-    """The first `dims` dimensions of a tensor that is expanded over the other ones.
+    """The first `dims` dimensions of a tensor that is expanded over the other ones, as a view.
+    None for None.
 
     Raises ValueError if it is not expanded.
     """

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +19,11 @@ from ssdprof.record.hook import VARIABLE
 When = Literal["always", "nonfinite", "wrong"]
 GIGABYTE = 1 << 30
 CALLS = "calls"  # the folder in which the processes store calls, until a capture is made of them
-# name of a file that each folder of calls has, with a byte for each call that was seen and not
-# stored, because nothing was wrong with it
+# name of a file that each folder of calls has, with a byte for each call in which nothing wrong was
+# found
 PASSED = ".passed"
 _SHOWN: set[str] = set()  # notes that this process has printed
+_MOST_SHOWN = 100  # some notes name sizes, and then differ from call to call
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +33,20 @@ class RecordSettings:
     folder: the folder for the calls.
     operators: names of the operators that are recorded.
     when: which calls are stored; `keeper.py` explains the words.
-    keep: number of calls of a layer that are stored before the one that went wrong.
+    keep: largest number of calls of a layer that are stored before the one that went wrong.
     max_bytes, max_calls: limits of the files of each process.
     max_delay_s: longest time that a call waits for room in the queue.
     modules: names of the modules that have places.
     """
 
     folder: str
-    operators: tuple[str, ...]
+    operators: Sequence[str]
     when: When
     keep: int
     max_bytes: int
     max_calls: int
     max_delay_s: float
-    modules: tuple[str, ...]
+    modules: Sequence[str]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -58,26 +59,38 @@ class RecordSettings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> RecordSettings:
-        values = json.loads(environment[VARIABLE])
-        return cls(**{**values, "operators": tuple(values["operators"])})
+        """The settings in an environment.  Raises KeyError if it has none."""
+        return cls(**json.loads(environment[VARIABLE]))
 
 
 def note(text: str, *, once: bool = False) -> None:
-    """Print a sentence on stderr, unless this process has printed it.
+    """Print sentences on stderr, unless this process has printed them.  Raises nothing: the program
+    may have closed stderr.
 
-    once: also unless another process of the program has printed it.  An empty file in the folder of
-        calls marks the sentence as printed.  If it cannot be created, the sentence is printed.
+    once: also unless another process of the program has printed them, or this process very many
+        notes.
     """
-    if text in _SHOWN:
+    if text in _SHOWN or (once and len(_SHOWN) >= _MOST_SHOWN):
         return
     _SHOWN.add(text)
-    if once:
-        folder = Path(RecordSettings.of(os.environ).folder)
-        mark = folder / f".{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        try:
-            os.close(os.open(mark, os.O_CREAT | os.O_EXCL, 0o600))
-        except OSError as error:
-            if isinstance(error, FileExistsError):
-                return
-    with suppress(OSError, ValueError):  # the program may have closed stderr
-        print(f"ssdprof: {text}", file=sys.stderr, flush=True)
+    if once and _is_marked(text):
+        return
+    if sys.stderr is not None:  # `print` would take None for stdout
+        with suppress(OSError, ValueError):
+            print(f"ssdprof: {text}", file=sys.stderr, flush=True)
+
+
+def _is_marked(text: str) -> bool:
+    """Whether another process has printed a note.  Marks it as printed, by an empty file in the
+    folder of calls.  False if the file cannot be created, or if the program has removed the
+    settings from its environment.
+    """
+    mark = f".{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        folder = RecordSettings.of(os.environ).folder
+        os.close(os.open(Path(folder, mark), os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return True
+    except (KeyError, OSError):
+        return False
+    return False

@@ -72,7 +72,7 @@ class CallStates:
     def of(cls, tokens: Tensor, arguments: Arguments) -> CallStates:
         """The states of a call.
 
-        tokens: any tensor (batch, length, ...) of the call's tokens.
+        tokens: a tensor (batch, length, ...) of the call's tokens, such as the values.
         arguments: the function's arguments by our names, of which those are used that are fields.
         """
         fields = cls.__dataclass_fields__
@@ -112,13 +112,15 @@ class CallStates:
 
     @property
     def copied(self) -> frozenset[str]:
-        """`FunctionCall.copied`: the initial states if `initial` returns new memory."""
+        """`FunctionCall.copied`: the names of initial states if `initial` returns new memory."""
         if self.slots is None and self.has_initial is None:
             return frozenset()
         return INITIAL_STATES
 
     def initial(self) -> Tensor | None:
-        """(sequences, ..., K, V), the states with which the sequences begin.  0 for padding."""
+        """(sequences, ...), the states with which the sequences begin, with K before V.  0 for
+        padding and for sequences without an initial state.  None if the call has no states.
+        """
         states = self.state
         if states is None:
             return None
@@ -142,8 +144,8 @@ class CallStates:
         return out, self._final(other_tensors)
 
     def _final(self, returned: list[Tensor]) -> Tensor | None:
-        """(sequences, ..., K, V), the states after the call, or (tokens, ..., K, V) if the function
-        writes them after each token.  0 where it writes none.  None if it writes none at all.
+        """(sequences, ...), the states after the call, or (tokens, ...) if the function writes them
+        after each token, with K before V.  0 for padding.  None if the function writes none.
 
         returned: the tensors that the function returned besides its output.
         """
@@ -166,7 +168,9 @@ class CallStates:
         return None if states is None else self._k_before_v(states)
 
     def _after_tokens(self, pool: Tensor) -> Tensor:
-        """(tokens, ...), the state after each token, from `token_buffer` or from the pool."""
+        """(tokens, ...), the state after each token, from `token_buffer` or from the pool.  0 for
+        padding, and for tokens whose state goes to no slot.
+        """
         sequence, position = self._tokens
         if self.token_buffer is not None:
             column = position.clamp(max=self.token_buffer.shape[1] - 1)
@@ -214,7 +218,8 @@ def outputs_of(
     """The output of a call, in the shape and dtype of `values`, and the other tensors that its
     function returned.
 
-    arguments: with `out`, the function writes its output there, and does not return it.
+    arguments: with `out`, the function writes its output there.  What it returns then counts as
+        other tensors.
     """
     tensors = [returned] if isinstance(returned, torch.Tensor) else []
     if isinstance(returned, tuple | list):
@@ -226,7 +231,7 @@ def outputs_of(
 
 
 def _zero_unless(mask: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor, with 0 where the mask is False, also in place of NaN.
+    """A copy of the tensor with 0 where the mask is False, also in place of NaN.
 
     mask: has the first dimensions of the tensor.
     """

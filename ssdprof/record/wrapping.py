@@ -23,14 +23,19 @@ T = TypeVar("T")
 
 
 def wrap_places(module: ModuleType) -> None:
-    """Wrap the functions of a module that are places of the operators to be recorded."""
+    """Wrap the functions of a module that are places of the operators to be recorded.
+
+    A note names those that are no longer as their places say.
+    """
     settings = RecordSettings.of(os.environ)
     if settings.when == "wrong":
+        # it imports the kernels of all operators: now, so that the first call need not wait
         import_module("ssdprof.record.verdict")
     for place in PLACES:
         if place.module != module.__name__ or place.operator not in settings.operators:
             continue
-        # `source` imports modules, which the recorder's thread must not, and caches its result
+        # called here because it imports modules, which the recorder's thread must not, and caches
+        # its result
         library = source(place.library)
         changed = _wrap(module, place)
         if changed:
@@ -41,16 +46,17 @@ def wrap_places(module: ModuleType) -> None:
 def _wrap(module: ModuleType, place: Place) -> str:
     """Wrap the function of a place, also where modules of its library have imported it already.
 
-    Returns how the function has changed, if it cannot be wrapped; otherwise an empty string.
+    Returns what prevents this, such as "has no parameter q"; an empty string if nothing does.
     """
     owner: object = module
     *owner_names, name = place.function.split(".")
     for owner_name in owner_names:
         owner = getattr(owner, owner_name, None)
-    function = None if owner is None else inspect.getattr_static(owner, name, None)
-    is_static = isinstance(function, staticmethod)
-    if isinstance(function, staticmethod):
-        function = function.__func__
+    attribute = None if owner is None else inspect.getattr_static(owner, name, None)
+    if attribute is None:
+        return "is missing"
+    is_static = isinstance(attribute, staticmethod)
+    function = attribute.__func__ if is_static else attribute
     if not inspect.isfunction(function):
         return "is no function"
     signature = inspect.signature(function)
@@ -65,7 +71,10 @@ def _wrap(module: ModuleType, place: Place) -> str:
 
 
 def _aliases(function: object, library: str) -> Iterator[tuple[ModuleType, str]]:
-    """The modules of a library that have the function, with the name that it has there."""
+    """The imported modules of a library that have the function, with the name that it has there.
+
+    library: the first part of the modules' names.
+    """
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == library and isinstance(module, ModuleType):
             for alias, value in list(vars(module).items()):
@@ -87,7 +96,8 @@ def _recording(
     defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
 
     def arguments(*args: P.args, **kwargs: P.kwargs) -> dict[str, object]:
-        """The arguments of a call by name, including defaults and those of **kwargs.
+        """The arguments of a call by name, including defaults and those of **kwargs, without those
+        of *args.
 
         Does not check them: the function itself refuses wrong arguments.
         """

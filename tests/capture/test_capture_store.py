@@ -7,9 +7,7 @@ import json
 import math
 import multiprocessing
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 import tiny_models
 import torch
 from capture.exact import capture
-from fakes import denied
+from fakes import denied, disk_with_room_for
 from safetensors.torch import load_file, save_file
 
 from ssdprof.capture.layers import CapturedLayer
@@ -79,6 +77,10 @@ def read_all(folder: Path) -> list[CapturedLayer]:
     return [read(layer) for layer in manifest.layers]
 
 
+def indices(folder: Path) -> list[int]:
+    return [layer.layer.index for layer in read_all(folder)]
+
+
 @pytest.mark.parametrize("name", ["nemotron_h", "bamba", "qwen3_next"])
 def test_what_comes_back_is_what_was_stored(tmp_path, name):
     first, *others = captured(name, torch.bfloat16)
@@ -132,10 +134,10 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
         writer(tmp_path),
     ):
         pass
-    assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
+    assert indices(tmp_path) == [0]
     with pytest.raises(KeyboardInterrupt), writer(tmp_path, overwrite=True) as out:
         out.add(mamba2[1])
-        assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
+        assert indices(tmp_path) == [0]
         raise KeyboardInterrupt
     assert load(tmp_path)[0].complete
     assert len(list(tmp_path.iterdir())) == 3
@@ -148,7 +150,7 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
     with writer(tmp_path, overwrite=True) as out:
         out.add(mamba2[1])
         out.add(mamba2[0])
-    assert [layer.layer.index for layer in read_all(tmp_path)] == [1, 0]
+    assert indices(tmp_path) == [1, 0]
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -176,7 +178,7 @@ def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert load(tmp_path)[0].complete
-    assert [layer.layer.index for layer in read_all(tmp_path)] in ([0], [0, 1])
+    assert indices(tmp_path) in ([0], [0, 1])
     with writer(tmp_path, overwrite=True) as out:
         out.add(mamba2[2])
     assert len(list(tmp_path.iterdir())) == 3
@@ -214,16 +216,6 @@ def without_dt(file: Path):
         (Path.unlink, r"{file} is missing"),
         (without_dt, r"{file} and the manifest differ in tensor dt"),
     ],
-    ids=[
-        "x",
-        "dt",
-        "A",
-        "length of the header",
-        "header",
-        "truncated",
-        "missing",
-        "a tensor is missing",
-    ],
 )
 def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words):
     file = stored / load(stored)[0].layers[1].file
@@ -252,9 +244,10 @@ def test_a_damaged_file(stored: Path, damage: Callable[[Path], object], words):
             lambda layer: layer["tensors"]["x"].update(shape=[1, LENGTH, 16, 8]),
             "x does not have the shape or dtype",
         ),
-        (lambda layer: layer.update(file="../layer.safetensors"), "does not belong to it"),
-        (lambda layer: layer.update(file="/etc/passwd"), "does not belong to it"),
-        (lambda layer: layer.update(file="a/b.safetensors"), "does not belong to it"),
+        *(
+            (lambda layer, file=file: layer.update(file=file), "does not belong to it")
+            for file in ("../layer.safetensors", "/etc/passwd", "a/b.safetensors")
+        ),
         (
             lambda layer: layer["scalars"].update(chunk_size=64),
             "the scalars of model.layers.0.mixer are not those that",
@@ -323,17 +316,6 @@ def test_a_folder_is_refused_before_a_model_is_loaded(stored: Path, monkeypatch)
         check_folder(stored / "new", overwrite=False)
 
 
-@contextmanager
-def disk_with_room_for(size: int) -> Iterator[None]:
-    """Writing past `size` bytes of a file fails, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_a_full_disk_loses_nothing(tmp_path, mamba2: list[CapturedLayer]):
     def fill():
         with writer(tmp_path) as out:
@@ -346,7 +328,7 @@ def test_a_full_disk_loses_nothing(tmp_path, mamba2: list[CapturedLayer]):
     ):
         fill()
     assert not load(tmp_path)[0].complete
-    assert [layer.layer.index for layer in read_all(tmp_path)] == [0]
+    assert indices(tmp_path) == [0]
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         ".lock",
         "layer_000_seqlen_50.safetensors",
@@ -391,16 +373,16 @@ def test_the_default_folder_is_one_per_model_layers_prompt_and_how_it_is_served(
     assert folder == default_folder(ref, [prompt()], refs)
     assert tmp_path in folder.parents
     assert "org--name" in str(folder)
-    others = {
-        default_folder(ref.model_copy(update={"revision": "b" * 40}), [prompt()], refs),
-        default_folder(ref, [prompt().model_copy(update={"token_sha256": "1" * 64})], refs),
-        default_folder(ref, [prompt().model_copy(update={"serving": Serving(chunk=16)})], refs),
-        default_folder(
-            ref, [prompt().model_copy(update={"serving": Serving(packed=(24, 16))})], refs
-        ),
-        default_folder(ref, [prompt()], refs[:1]),
-    }
-    assert len({folder, *others}) == 6
+    changes: list[dict[str, object]] = [
+        {"token_sha256": "1" * 64},
+        {"serving": Serving(chunk=16)},
+        {"serving": Serving(packed=(24, 16))},
+    ]
+    prompts = [[prompt().model_copy(update=change)] for change in changes]
+    folders = {folder, *(default_folder(ref, several, refs) for several in prompts)}
+    folders.add(default_folder(ref, [prompt()], refs[:1]))
+    folders.add(default_folder(ref.model_copy(update={"revision": "b"}), [prompt()], refs))
+    assert len(folders) == 6
 
 
 def test_the_hash_of_scalars_does_not_depend_on_their_order():

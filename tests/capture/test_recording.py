@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture.recordings import gdn_call, record
+from capture.recordings import Tensors, gdn_call, record
 from command_line import Answer, ending, passing
 from safetensors.torch import save_file
 
@@ -35,6 +35,8 @@ from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 PREFILL = "chunk_gated_delta_rule"
+Change = Callable[[Tensors], object]
+Damage = Callable[[Path], object]
 
 
 @pytest.fixture
@@ -47,6 +49,10 @@ def call(dump: Path, number: int) -> Path:
     return next(dump.glob(f"*_call{number:04d}"))
 
 
+def tensors_of(dump: Path, number: int, which: str = "inputs") -> Tensors:
+    return torch.load(call(dump, number) / f"{which}.pt", weights_only=True)
+
+
 def edit(place: Path, change: Callable[[dict[str, Any]], object]):
     file = place / "metadata.jsonl"
     first, last = file.read_text().splitlines()
@@ -55,13 +61,13 @@ def edit(place: Path, change: Callable[[dict[str, Any]], object]):
     file.write_text(f"{first}\n{json.dumps(metadata)}\n")
 
 
-def repack(file: Path, change: Callable[[dict[str, torch.Tensor]], object]):
+def repack(file: Path, change: Change):
     tensors = torch.load(file, weights_only=True)
     change(tensors)
     torch.save(tensors, file)
 
 
-def ssd_call(length: int) -> dict[str, torch.Tensor]:
+def ssd_call(length: int) -> Tensors:
     return {
         "x": torch.randn(1, length, 4, 8),
         "dt": torch.rand(1, length, 4),
@@ -92,14 +98,11 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
         (0, "in 2 packed sequences, pass 2 of 2", 33),
     ]
     assert all(map(close, layers))
-    pool = torch.load(call(dump, 7) / "outputs.pt", weights_only=True)["result_1"]
-    slots = torch.load(call(dump, 7) / "inputs.pt", weights_only=True)[
-        "kwarg_state_indices"
-    ].tolist()
-    for sequence, slot in enumerate(slots):
-        assert torch.equal(layers[-1].served[1][sequence], pool[slot].mT)
-    stored_inputs = torch.load(call(dump, 3) / "inputs.pt", weights_only=True)
-    assert torch.equal(layers[0].inputs.tensors["g"][0].exp(), stored_inputs["kwarg_g"].log().exp())
+    pool = tensors_of(dump, 7, "outputs")["result_1"]
+    slots = tensors_of(dump, 7)["kwarg_state_indices"]
+    assert torch.equal(layers[-1].served[1], pool[slots].mT)
+    decays = tensors_of(dump, 3)["kwarg_g"]
+    assert torch.equal(layers[0].inputs.tensors["g"][0].exp(), decays.log().exp())
     assert not layers[0].inputs.scalars["use_qk_l2norm"]
     # stored and read again, bit for bit
     answer = passing("capture", "--from", "flashinfer", str(dump), "--out", "captures")
@@ -108,10 +111,8 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
     assert manifest.complete
     for layer, stored in zip(layers, manifest.layers, strict=True):
         again = read_layer(Path("captures"), stored)
-        assert all(
-            torch.equal(tensor, again.inputs.tensors[name])
-            for name, tensor in layer.inputs.tensors.items()
-        )
+        for name, tensor in layer.inputs.tensors.items():
+            assert torch.equal(tensor, again.inputs.tensors[name])
         assert all(map(torch.equal, again.served, layer.served))
 
 
@@ -129,14 +130,10 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
 )
 def test_faults_that_servers_had_are_found(dump: Path, plant: Callable[..., Any]):
     *_, last = open_recording(dump, "flashinfer").layers()
-    outputs = {"right": last.served, "wrong": plant(*last.served, last.inputs)}
-    candidates = {
-        name: Candidate(output=output, precision=Precision(), name=name)
-        for name, output in outputs.items()
-    }
-    compared = compare(last.inputs, candidates)
-    assert not any(accuracy.reason for accuracy in compared["right"])
-    assert any(accuracy.reason for accuracy in compared["wrong"])
+    for output, fails in ((last.served, False), (plant(*last.served, last.inputs), True)):
+        candidate = Candidate(output=output, precision=Precision(), name="it")
+        accuracies = compare(last.inputs, {"it": candidate})["it"]
+        assert any(accuracy.reason for accuracy in accuracies) is fails
 
 
 @pytest.mark.slow
@@ -225,8 +222,8 @@ def with_code(file: Path):
     torch.save({"arg_0": Path}, file)
 
 
-def states_of_another_slot(file: Path):
-    repack(file, lambda tensors: tensors["kwarg_state_indices"].fill_(3))
+def repacked(change: Change) -> Damage:
+    return lambda file: repack(file, change)
 
 
 @pytest.mark.parametrize(
@@ -236,23 +233,21 @@ def states_of_another_slot(file: Path):
         (flipped, "call0007 cannot be used: the checksum of"),
         (with_code, "call0007 cannot be used"),
         (Path.unlink, "call0007 cannot be used: it has no inputs.pt"),
-        (states_of_another_slot, "slots are named outside of a pool of 3"),
         (
-            lambda file: repack(file, lambda tensors: tensors.pop("kwarg_cu_seqlens")),
+            repacked(lambda tensors: tensors["kwarg_state_indices"].fill_(3)),
+            "slots are named outside of a pool of 3",
+        ),
+        (
+            repacked(lambda tensors: tensors.pop("kwarg_cu_seqlens")),
             "cannot be used: there is no 'cu_seq",
         ),
         (
-            lambda file: repack(file, lambda tensors: tensors["kwarg_cu_seqlens"].fill_(34)),
+            repacked(lambda tensors: tensors["kwarg_cu_seqlens"].fill_(34)),
             "cu_seqlens must rise from 0",
         ),
+        (repacked(lambda tensors: tensors["kwarg_g"].neg_()), "g is not a decay between 0 and 1"),
         (
-            lambda file: repack(file, lambda tensors: tensors["kwarg_g"].neg_()),
-            "g is not a decay between 0 and 1",
-        ),
-        (
-            lambda file: repack(
-                file, lambda tensors: tensors.update(arg_1=tensors["arg_1"][:, :, 1:])
-            ),
+            repacked(lambda tensors: tensors.update(arg_1=tensors["arg_1"][:, :, 1:])),
             "k must have shape",
         ),
         (lambda file: torch.save([1], file), "inputs.pt holds no table of tensors"),
@@ -273,7 +268,7 @@ def states_of_another_slot(file: Path):
         ),
     ],
 )
-def test_a_damaged_recording_is_refused(dump: Path, damage: Callable[[Path], object], words):
+def test_a_damaged_recording_is_refused(dump: Path, damage: Damage, words):
     damage(call(dump, 7) / "inputs.pt")
     answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--out", "captures")
     assert words in answer.err
@@ -328,23 +323,36 @@ def test_a_folder_of_safetensors_becomes_a_capture(tmp_path):
     assert first.served is None
 
 
-def test_layers_without_names_are_counted_for_each_operator(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("", [(0, "gdn"), (1, "gdn"), (2, "ssd")]), ("7", [(0, "gdn"), (1, "ssd")])],
+)
+def test_layers_of_two_operators_differ_even_if_their_names_do_not(tmp_path, name, expected):
+    """Without names, those of each operator are counted."""
     folder = tmp_path / "r"
     folder.mkdir()
     for number, operator in enumerate(("gdn", "ssd", "gdn") * 2):
         length = 9 + number // 3
-        call = {"operator": operator, "source": "mine"}
+        call = {"operator": operator, "source": "mine", "layer": name}
         tensors = gdn_call(length) if operator == "gdn" else ssd_call(length)
         file = folder / f"1_{number:06d}.safetensors"
         save_file(tensors, file, {"call": json.dumps(call)})
     recorded = open_recording(folder, "safetensors")
     layers = [(layer.index, layer.operator) for layer in recorded.ref.layers]
-    assert layers == [(0, "gdn"), (1, "gdn"), (2, "ssd")]
+    assert layers == expected
     for layer in recorded.layers():
         assert layer.inputs.operator == layer.layer.operator
 
 
-def verification(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+def described(text: str) -> Damage:
+    return lambda folder: (folder / DESCRIPTION).write_text(text)
+
+
+def holding(tensors: Tensors, call: str = "") -> Damage:
+    return lambda folder: save_file(tensors, folder / "9_000001.safetensors", {"call": call})
+
+
+def verification(lengths: Sequence[int]) -> Tensors:
     """Drafted tokens of sequences, and the state after each."""
     bounds = [0, *accumulate(lengths)]
     call = gdn_call(bounds[-1], bounds, torch.randn(len(lengths), 2, 16, 8))
@@ -377,42 +385,23 @@ def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda folder: (folder / DESCRIPTION).write_text("[]"), "recording.json cannot be used"),
-        (
-            lambda folder: (folder / DESCRIPTION).write_text('{"operator": "mamba"}'),
-            "there is no operator 'mamba'",
-        ),
-        (
-            lambda folder: (folder / DESCRIPTION).write_text(
-                '{"operator": "gdn", "arguments": {"chunk": 1}}'
-            ),
-            "'chunk'",
-        ),
-        (
-            lambda folder: (folder / DESCRIPTION).write_text(
-                '{"operator": "gdn", "arguments": {"scale": NaN}}'
-            ),
-            "scale is nan",
-        ),
+        (described("[]"), "recording.json cannot be used"),
+        (described('{"operator": "mamba"}'), "there is no operator 'mamba'"),
+        (described('{"operator": "gdn", "arguments": {"chunk": 1}}'), "'chunk'"),
+        (described('{"operator": "gdn", "arguments": {"scale": NaN}}'), "scale is nan"),
         (
             lambda folder: truncated(folder / "9_000001.safetensors"),
             "9_000001.safetensors cannot be used",
         ),
+        (holding({"q": torch.ones(1)}), "cannot be used"),
+        (holding({**gdn_call(9), "gate": torch.ones(1)}), "'gate'"),
         (
-            lambda folder: save_file({"q": torch.ones(1)}, folder / "9_000001.safetensors"),
-            "cannot be used",
-        ),
-        (
-            lambda folder: save_file(
-                {**gdn_call(9), "gate": torch.ones(1)}, folder / "9_000001.safetensors"
-            ),
-            "'gate'",
-        ),
-        (
-            lambda folder: save_file(
-                {**gdn_call(9), "out": torch.ones(1, 9, 2, 7)}, folder / "9_000001.safetensors"
-            ),
+            holding({**gdn_call(9), "out": torch.ones(1, 9, 2, 7)}),
             "out is (1, 9, 2, 7), not (1, 9, 2, 8)",
+        ),
+        (
+            holding(gdn_call(9), '{"operator": "gdn", "number": "1"}'),
+            "a value has another type than expected",
         ),
         (
             lambda folder: [file.unlink() for file in folder.glob("*.safetensors")],
@@ -420,7 +409,7 @@ def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path
         ),
     ],
 )
-def test_a_damaged_folder_is_refused(tmp_path, damage: Callable[[Path], object], words):
+def test_a_damaged_folder_is_refused(tmp_path, damage: Damage, words):
     folder = record(tmp_path / "r", "gdn", [gdn_call(9), gdn_call(9)])
     damage(folder)
     answer = ending(2, "capture", "--from", "safetensors", str(folder), "--out", "captures")

@@ -142,13 +142,14 @@ def define(name: str, tensors: Tensors, drawn: Sequence[str] = (), **tokens: int
         for key in tensors.keys() - set(drawn)
     }
     entry = {"definition": name, "workload": {"uuid": "7", "axes": {}, "inputs": sources}}
-    for folder, content in (
-        ("definitions", {"name": name, "axes": sizes, "inputs": inputs}),
-        ("workloads", entry),
-    ):
-        Path("bench", folder).mkdir(parents=True, exist_ok=True)
-        suffix = "json" if folder == "definitions" else "jsonl"
-        Path("bench", folder, f"{name}.{suffix}").write_text(json.dumps(content))
+    documents = {
+        f"definitions/{name}.json": {"name": name, "axes": sizes, "inputs": inputs},
+        f"workloads/{name}.jsonl": entry,
+    }
+    for path, document in documents.items():
+        file = Path("bench", path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(document))
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, f"bench/{name}.bin")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import dedent
 
 LIBRARY = '''
-    """Stands for fla.ops.gated_delta_rule.chunk of 0.6."""
+    """Stands for fla.ops.gated_delta_rule.chunk of 0.6, but returns states by default."""
 
     import torch
 
@@ -18,7 +18,7 @@ LIBRARY = '''
 
 
     def chunk_gated_delta_rule(
-        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=True,
         use_qk_l2norm_in_kernel=False, cu_seqlens=None, **kwargs,
     ):
         """The gated delta rule."""
@@ -64,7 +64,7 @@ SERVER = """
             is_faulty = number == 10 and self.prefix == "model.layers.10.linear_attn"
             out, states = gated_delta_rule.chunk_gated_delta_rule(
                 q, normalize(k, dim=-1), v, g, torch.rand(1, tokens, 2),
-                initial_state=self.pool[slots], output_final_state=True,
+                initial_state=self.pool[slots],
                 cu_seqlens=torch.tensor([0, 3, tokens]), fault=is_faulty and FAULT,
             )
             self.pool[slots] = states

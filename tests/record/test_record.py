@@ -4,7 +4,6 @@ import ctypes
 import inspect
 import os
 import re
-import resource
 import runpy
 import signal
 import stat
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_line import ending
+from fakes import disk_with_room_for
 from record import servers
 from targets import slow
 from torch.nn.functional import normalize
@@ -30,13 +30,16 @@ from ssdprof.capture.manifest import read_manifest
 from ssdprof.capture.recording import open_recording
 from ssdprof.capture.store import read_layer
 from ssdprof.kernels import GDNInputs, KDAInputs
+from ssdprof.kernels.inputs import Inputs
 from ssdprof.progress import LineWatcher
 from ssdprof.record import hook, recorder, settings
 from ssdprof.record.places import PLACES
 from ssdprof.record.recorded_call import RecordedCall
+from ssdprof.record.recorder import Recorder
 from ssdprof.record.settings import GIGABYTE, RecordSettings
 
 ROOT = Path(__file__).parents[2]
+COMMAND = (sys.executable, "-m", "ssdprof", "record", "--out", "out")
 
 
 @pytest.fixture
@@ -48,12 +51,12 @@ def server(tmp_path, monkeypatch) -> Path:
 
 
 def record(options: str, *program: str, text: str = "") -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "ssdprof", "record", "--out", "out", *options.split(), "--"]
-    return subprocess.run([*words, *program], input=text, capture_output=True, text=True)
+    words = [*COMMAND, *options.split(), "--", *program]
+    return subprocess.run(words, input=text, capture_output=True, text=True)
 
 
-def notes_of(ran: subprocess.CompletedProcess[str]) -> list[str]:
-    return re.findall(r"^ssdprof: (.*)$", ran.stderr, re.MULTILINE)
+def notes_in(stderr: str) -> list[str]:
+    return re.findall(r"^ssdprof: (.*)$", stderr, re.MULTILINE)
 
 
 def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
@@ -62,7 +65,7 @@ def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
     assert ran.returncode == 7, ran.stderr
     first, *digests = ran.stdout.splitlines()
     assert first == "from stdin"
-    assert not notes_of(ran)
+    assert not notes_in(ran.stderr)
     monkeypatch.syspath_prepend(server.parent)
     monkeypatch.setattr(sys, "argv", [str(server), "no"])
     monkeypatch.setenv("RANK", "")  # which `work` sets
@@ -107,7 +110,7 @@ def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
 )
 def test_a_layer_that_goes_wrong_is_named(server: Path, when, fault, line):
     ran = record(f"--when {when} --keep 2", sys.executable, str(server), fault, "fork")
-    assert notes_of(ran) == [line]
+    assert notes_in(ran.stderr) == [line]
     assert len(read_manifest(Path("out")).layers) == 3
 
 
@@ -115,10 +118,11 @@ def test_a_layer_that_goes_wrong_is_named(server: Path, when, fault, line):
 
 LIBRARY = "fla.ops.gated_delta_rule"
 Function = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Chunked = Callable[..., Function]  # the fixture `chunked`
 
 
 @pytest.fixture
-def chunked(server: Path, monkeypatch) -> Iterator[Callable[..., Function]]:
+def chunked(server: Path, monkeypatch) -> Iterator[Chunked]:
     """Gives the library's function, recorded with other settings than those of the command."""
     monkeypatch.syspath_prepend(server.parent)
     finders = list(sys.meta_path)
@@ -138,12 +142,14 @@ def chunked(server: Path, monkeypatch) -> Iterator[Callable[..., Function]]:
         variables = RecordSettings(**settings | changes).environment  # type: ignore[arg-type]
         monkeypatch.setenv(hook.VARIABLE, variables[hook.VARIABLE])
         hook.install()
+        # a program may look for a module before it imports it
+        hook.find_spec(f"{LIBRARY}.chunk", [str(server.parent / LIBRARY.replace(".", "/"))])
         function: Function = import_module(LIBRARY).chunk_gated_delta_rule
         return function
 
     settings._SHOWN.clear()
     yield installed
-    recorder.Recorder.forget()
+    Recorder.forget()
     sys.meta_path[:] = finders
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         del sys.modules[name]
@@ -161,7 +167,7 @@ def arguments(tokens: int = 6) -> dict[str, torch.Tensor]:
 
 def stored() -> int:
     """The number of calls that were stored, after the thread has ended."""
-    process = recorder.Recorder.of_process()
+    process = Recorder.of_process()
     process.flush()
     files = list(Path("calls").glob("*.safetensors"))
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
@@ -178,14 +184,14 @@ def check_recorded(inputs: dict[str, torch.Tensor], out: torch.Tensor) -> Captur
 
 
 @pytest.fixture
-def blocked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def blocked(monkeypatch) -> threading.Event:
     """Before this event the thread stores nothing."""
     event, get = threading.Event(), recorder._Queue.get
     monkeypatch.setattr(recorder._Queue, "get", lambda queue: event.wait() and get(queue))
     return event
 
 
-def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Function]):
+def test_a_wrapped_function_looks_like_the_librarys(chunked: Chunked):
     package = import_module(LIBRARY)
     original = package.chunk_gated_delta_rule
     wrapped = chunked()
@@ -195,14 +201,14 @@ def test_a_wrapped_function_looks_like_the_librarys(chunked: Callable[..., Funct
     for name in ("__name__", "__qualname__", "__module__", "__doc__", "attribute"):
         assert getattr(wrapped, name) == getattr(original, name)
     given = arguments()
-    expected = original(**given, output_final_state=True)
-    assert all(map(torch.equal, wrapped(**given, output_final_state=True), expected))
+    expected = original(**given)
+    assert all(map(torch.equal, wrapped(**given), expected))
     assert stored() == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
-    chunked: Callable[..., Function], blocked: threading.Event, device: str
+    chunked: Chunked, blocked: threading.Event, device: str
 ):
     """The function overwrites v, the server all else in its next statement.  A batch of two is
     recorded as a pack.
@@ -212,7 +218,7 @@ def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
         "initial_state": torch.randn(2, 2, 16, 16, device=device)
     }
     before = {name: tensor.cpu().clone() for name, tensor in buffers.items()}
-    returned = function(**buffers, output_final_state=True, fault="overwrites")
+    returned = function(**buffers, fault="overwrites")
     out, states = (tensor.cpu().clone() for tensor in returned)
     for tensor in (*buffers.values(), *returned):
         tensor.zero_()
@@ -223,7 +229,7 @@ def test_buffers_are_recorded_as_they_were_before_the_program_goes_on(
 
 @pytest.mark.gpu
 def test_memory_of_a_large_prompt_is_not_used_again_before_it_is_copied(
-    chunked: Callable[..., Function], monkeypatch: pytest.MonkeyPatch
+    chunked: Chunked, monkeypatch
 ):
     """Its copies wait for a slow kernel; the program overwrites the initial states, which are part
     of a pool, frees all inputs, dense or not, and takes new memory.
@@ -242,7 +248,7 @@ def test_memory_of_a_large_prompt_is_not_used_again_before_it_is_copied(
             torch.cuda._sleep(1 << 28)
 
     monkeypatch.setattr(recorder, "_wait", wait)
-    out, states = function(**given, output_final_state=True)
+    out, states = function(**given)
     given["initial_state"].copy_(states)
     out = out.cpu()
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in given.items()}
@@ -258,7 +264,7 @@ def test_memory_of_a_large_prompt_is_not_used_again_before_it_is_copied(
 
 
 @pytest.mark.parametrize("driver", ["copies", "refuses", "is older"])
-def test_copies_on_a_second_stream_are_clones(monkeypatch: pytest.MonkeyPatch, driver: str):
+def test_copies_on_a_second_stream_are_clones(monkeypatch, driver: str):
     """Of dense tensors by one call of the driver, if it can."""
     sizes = []
 
@@ -290,7 +296,7 @@ class Layer(torch.nn.Module):
         self.prefix = name
 
     def forward(self, function: Function, **options):
-        return function(**options, output_final_state=True)
+        return function(**options)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +304,7 @@ class Layer(torch.nn.Module):
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_oldest_calls_give_way_and_none_is_lost(
-    chunked: Callable[..., Function], monkeypatch: pytest.MonkeyPatch, device, room, expected
+    chunked: Chunked, monkeypatch, device, room, expected
 ):
     """Of 25 calls of two layers in turn: those before the one that is not finite, as far as there
     is room for so many.  Later ones of its layer are not recorded.
@@ -316,13 +322,13 @@ def test_the_oldest_calls_give_way_and_none_is_lost(
             layer(function, **changed, fault=fault)
             if fault:
                 break
-    process = recorder.Recorder.of_process()
+    process = Recorder.of_process()
     while not process._keeper.failed:
         time.sleep(0.01)
     Layer("a")(function, **given)
     assert stored() == len(expected)
     assert not process.lost
-    assert process._counts == {("gdn", "a"): 13, ("gdn", "b"): 12}
+    assert process._next_numbers == {("gdn", "a"): 13, ("gdn", "b"): 12}
     recorded = open_recording(Path("calls"), "safetensors").layers()
     for call, text in zip(recorded, expected, strict=True):
         name, number = text.split()
@@ -331,9 +337,7 @@ def test_the_oldest_calls_give_way_and_none_is_lost(
         assert torch.equal(call.inputs.tensors["beta"], beta)
 
 
-def test_calls_that_cannot_be_recorded_are_left_alone(
-    chunked: Callable[..., Function], capfd, monkeypatch
-):
+def test_calls_that_cannot_be_recorded_are_left_alone(chunked: Chunked, capfd, monkeypatch):
     """With gradients, of other shapes, without memory for copies, inside a CUDA graph, and while a
     compiler traces.
     """
@@ -342,54 +346,70 @@ def test_calls_that_cannot_be_recorded_are_left_alone(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     function, given = chunked(), arguments()
-    out, _ = function(**given | {"v": given["v"].requires_grad_()}, output_final_state=True)
+    out, _ = function(**given | {"v": given["v"].requires_grad_()})
     assert out.requires_grad
     with torch.no_grad():
         with pytest.raises(ValueError, match="g must have shape"):
-            function(**given | {"g": given["g"][:, 1:]}, output_final_state=True)
+            function(**given | {"g": given["g"][:, 1:]})
         monkeypatch.setattr(settings, "_SHOWN", set())
-        function(**given, output_final_state=True, fault="row")
+        function(**given, fault="row")
         monkeypatch.setattr(recorder, "_copies", full)
-        function(**given, output_final_state=True)
+        function(**given)
+        monkeypatch.delenv(hook.VARIABLE)  # programs may change their environment
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         for _ in range(2):
-            function(**given, output_final_state=True)
+            function(**given)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        function(**given, output_final_state=True)
+        function(**given)
         assert stored() == 0
-    lines = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
+    lines = notes_in(capfd.readouterr().err)
     assert "chunk_gated_delta_rule are not recorded: g must have shape" in lines[0]
     assert "final_states is (1, 2, 16, 16), not (2, 2, 16, 16)" in lines[1]
     assert lines[2] == "Calls inside CUDA graphs cannot be recorded."
-    assert lines[4].startswith("1 call for which its device had no memory: not recorded")
-    assert lines[5].startswith("2 calls inside CUDA graphs: not recorded")
+    assert lines[3].startswith("1 call with gradients, or of a subclass of Tensor: not recorded")
+    assert lines[5].startswith("1 call for which its device had no memory: not recorded")
+    assert lines[6].startswith("2 calls inside CUDA graphs: not recorded")
+    # later calls begin no second recorder
+    Recorder.forget()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    monkeypatch.setattr(threading.Thread, "start", full)
+    chunked()
+    files = []
+    for _ in range(3):
+        function(**given)
+        files.append(len(os.listdir("/proc/self/fd")))
+    assert len({*files}) == 1
+
+
+def test_calls_take_half_of_a_gpus_memory(chunked: Chunked, monkeypatch):
+    """The other half stays free."""
+    chunked()
+    process = Recorder.of_process()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (800, 900))
+    process._limit_memory(torch.device("cuda"))
+    # as much as is free; calls in the queue hold twice their size
+    assert process._keeper.most_bytes == 2 * process._queue.most_bytes
 
 
 def test_a_full_queue_drops_calls_and_a_full_disk_ends_recording(
-    chunked: Callable[..., Function], blocked: threading.Event, capfd, monkeypatch
+    chunked: Chunked, blocked: threading.Event, capfd, monkeypatch
 ):
     function = chunked()
     monkeypatch.setattr(recorder, "_WAITING_BYTES", 0)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for _ in range(6):
-        function(**arguments(), output_final_state=True)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
+        function(**arguments())
+    with disk_with_room_for(1000):
         blocked.set()
         assert stored() == 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(Path("calls").glob("*.tmp"))
-    ended, dropped = re.findall(r"ssdprof: (.*)", capfd.readouterr().err)
+    ended, dropped = notes_in(capfd.readouterr().err)
     assert re.match(r"Recording has ended: .*File too large.*  The program goes on.", ended)
     assert re.match("5 calls because the queue was full: not recorded", dropped)
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_gates_are_activated_for_calls_that_are_stored(
-    chunked: Callable[..., Function], capfd, monkeypatch, stops
-):
+def test_gates_are_activated_for_calls_that_are_stored(chunked: Chunked, capfd, monkeypatch, stops):
     """In the recorder's thread; of the others after as many calls as are allowed, or without a
     fault, they stay raw.
     """
@@ -402,15 +422,15 @@ def test_gates_are_activated_for_calls_that_are_stored(
     monkeypatch.setattr(torch.Tensor, "sigmoid", activated)
     function = chunked(max_calls=2) if stops else chunked(when="nonfinite")
     for _ in range(4):
-        function(**arguments(), output_final_state=True, use_beta_sigmoid_in_kernel=True)
+        function(**arguments(), use_beta_sigmoid_in_kernel=True)
     assert stored() == len(threads) == 2 * stops
     assert {*threads} <= {"ssdprof-record"}
     assert ("ssdprof: Recording has ended: as many" in capfd.readouterr().err) is stops
 
 
-def test_a_transposed_state_is_outside_the_budget(chunked: Callable[..., Function], capfd):
+def test_a_transposed_state_is_outside_the_budget(chunked: Chunked, capfd):
     function = chunked(when="wrong")
-    function(**arguments(), output_final_state=True, fault="transposed")
+    function(**arguments(), fault="transposed")
     assert stored() == 1
     line = capfd.readouterr().err
     assert f"a layer that is not known, process {os.getpid()}: final_states, head " in line
@@ -419,9 +439,17 @@ def test_a_transposed_state_is_outside_the_budget(chunked: Callable[..., Functio
     assert call.remark.startswith("While it was recorded: a layer that is not known, process ")
 
 
-def test_a_function_that_has_changed_is_named(
-    server: Path, chunked: Callable[..., Function], capfd
-):
+def test_comparisons_that_fail_are_as_rare_as_others(chunked: Chunked, monkeypatch):
+    function = chunked(when="wrong")
+    monkeypatch.setattr("ssdprof.record.verdict.compare", None)
+    monkeypatch.setattr("ssdprof.record.keeper._SHARE", 1e-9)
+    for _ in range(3):
+        function(**arguments(), fault="transposed")
+    assert stored() == 0
+    assert Recorder.of_process().lost.total() == 1
+
+
+def test_a_function_that_has_changed_is_named(server: Path, chunked: Chunked, capfd):
     library = server.parent / "fla" / "ops" / "gated_delta_rule" / "chunk.py"
     library.write_text(library.read_text().replace("cu_seqlens", "offsets"))
     function = chunked()
@@ -430,24 +458,22 @@ def test_a_function_that_has_changed_is_named(
     assert "chunk_gated_delta_rule of flash-linear-attention 0.6.0 has no parameter cu_" in line
 
 
-def test_calls_without_a_layer_are_those_of_their_operator(chunked: Callable[..., Function]):
+def call_of(inputs: Inputs, out: torch.Tensor, **outputs: torch.Tensor) -> RecordedCall:
+    place = next(place for place in PLACES if place.operator == inputs.operator)
+    missing = dict.fromkeys(("final_states", "slots"))
+    return RecordedCall(
+        place=place, layer="", number=0, inputs=inputs, out=out, **missing | outputs
+    )
+
+
+def test_calls_without_a_layer_are_those_of_their_operator(chunked: Chunked):
     """Of each, the first that is not finite is stored."""
     chunked(when="nonfinite")
-    process = recorder.Recorder.of_process()
+    process = Recorder.of_process()
     given = arguments()
-    for kind in (GDNInputs, KDAInputs):
-        place = next(place for place in PLACES if place.operator == kind.operator)
-        g = given["g"] if kind is GDNInputs else given["g"][..., None].expand(-1, -1, -1, 16)
-        call = RecordedCall(
-            place=place,
-            layer="",
-            number=0,
-            inputs=kind(**given | {"g": g}),
-            out=given["v"] * torch.nan,
-            final_states=None,
-            slots=None,
-        )
-        process._keeper.keep(call)
+    of_channels = given["g"][..., None].expand(-1, -1, -1, 16)
+    for inputs in (GDNInputs(**given), KDAInputs(**given | {"g": of_channels})):
+        process._keeper.keep(call_of(inputs, out=given["v"] * torch.nan))
     assert stored() == 2
 
 
@@ -466,15 +492,7 @@ def test_rows_of_padding_are_not_stored(state_every, states, where):
     )
     final_states = torch.randn(7, 2, 16, 16)
     final_states[states[-1], 1] = torch.nan
-    call = RecordedCall(
-        place=PLACES[0],
-        layer="",
-        number=0,
-        inputs=inputs,
-        out=given["v"],
-        final_states=final_states,
-        slots=slots,
-    ).packed()
+    call = call_of(inputs, out=given["v"], final_states=final_states, slots=slots).packed()
     assert call.slots.tolist() == [3, 0]
     assert call.inputs.tensors["cu_seqlens"].tolist() == [0, 2, 4]
     assert torch.equal(call.out, given["v"][:, [0, 1, 4, 5]])
@@ -512,8 +530,8 @@ def test_signals_reach_the_program_and_its_end_is_that_of_the_command(
     server: Path, number: signal.Signals, ends
 ):
     """SIGKILL goes to the program: nothing can pass it on."""
-    words = [sys.executable, "-m", "ssdprof", "record", "--out", "out", "--", sys.executable, "-c"]
-    with subprocess.Popen([*words, SLEEP], stdout=subprocess.PIPE, text=True) as command:
+    words = [*COMMAND, "--", sys.executable, "-c", SLEEP]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as command:
         program = int(command.stdout.readline())
         os.kill(program if number == signal.SIGKILL else command.pid, number)
         assert command.wait(300) == ends

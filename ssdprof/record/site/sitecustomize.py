@@ -1,6 +1,7 @@
 """Each Python process of a program that `ssdprof record` started runs this file before the
-program's own code, because its folder is the first one in PYTHONPATH.  The file hides the
-`sitecustomize.py` of the installation, and runs it afterwards.
+program's own code, because its folder is the first one in PYTHONPATH.  Processes that ignore
+PYTHONPATH (`python -I`) do not.  The file hides the `sitecustomize.py` of the installation, and
+runs it afterwards.
 """
 
 import os
@@ -22,7 +23,10 @@ def _start() -> None:
 
 
 def _run_hidden() -> None:
-    """Import the `sitecustomize` of the installation, if it has one, under the same name."""
+    """Import the `sitecustomize` of the installation, if it has one, under the same name.
+
+    The import of this file goes on afterwards.  It fails unless there is a module of this name.
+    """
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path or os.curdir) != here]
     this = sys.modules.pop("sitecustomize")
@@ -35,5 +39,7 @@ def _run_hidden() -> None:
         sys.modules.setdefault("sitecustomize", this)
 
 
-_start()
-_run_hidden()
+try:
+    _start()
+finally:  # an old Python cannot run `hook.py`, and prints why
+    _run_hidden()
