@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import multimode
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -38,9 +39,11 @@ from ssdprof.checkpoint.meta import (
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import FLOATS, INDEX, layer_index
+from ssdprof.core.base import grouped
 from ssdprof.core.target import DECODED_ON_LOAD, Allocation
 from ssdprof.core.words import size_words, words
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
+from ssdprof.files import why
 from ssdprof.operators.late import lazy
 
 if TYPE_CHECKING:
@@ -48,9 +51,10 @@ if TYPE_CHECKING:
 
 finegrained_fp8 = lazy("transformers.integrations.finegrained_fp8")
 DType = torch.dtype | Literal["auto"]
-StoredWeights = Mapping[str, TensorInfo]  # weights by their stored key
-# How stored weights fit a model: renamings of stored keys that transformers does not know, and the
-# parameters to which each key contributes.
+StoredWeights = Mapping[str, TensorInfo]  # stored key -> description of the tensor
+# How stored weights fit a model: renamings that transformers does not know, as its `key_mapping`
+# takes them (pattern of a stored key -> replacement), and the parameters to which each key
+# contributes.
 Fit = tuple[dict[str, str], Destinations]
 Device = int | str  # the index of a GPU, "cpu" or "disk"
 DeviceMap = Mapping[str, Device]  # path of a module -> the device of it and its submodules
@@ -58,12 +62,15 @@ REWRITTEN = "rewritten"  # folder of streamed weights that transformers has conv
 _HEAD = "lm_head.weight"
 # keys of heads that predict no tokens
 _OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|summary)\.")
-_MOST_COMPUTED = 1 << 24  # elements of computed tables, such as frequencies of positions
+# Elements of computed tables, such as frequencies of positions: a damaged config can make them fill
+# the memory.  Real ones have a few thousand elements.
+_MOST_COMPUTED = 1 << 24
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXACT = ("F32", "F64")  # dtypes in safetensors with at least the precision of fp32
 # files in which the first releases of GPTQ and AWQ described the quantisation
 _QUANTISERS = ("quantize_config.json", "quant_config.json")
-# Parameters of the operators.  They stay in fp32 if a checkpoint of 16-bit weights has them so.
+# Parameters of the operators.  If they are stored in fp32 or fp64, they are loaded in fp32, in
+# whatever dtype the other weights are.
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 
 
@@ -71,12 +78,11 @@ _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 class LocalCheckpoint:
     """A checkpoint on this machine, cut to its first decoder layers.
 
-    folder: a temporary folder, which is deleted with this object.  transformers can load it, except
-        for a checkpoint of the original format, which `load_model` reads.  Its config names no
-        remote code and no vision tower.
+    folder: a temporary folder, from which `load_model` loads the model, and which is deleted with
+        this object.  Its config names no remote code and no vision tower.
     empty: the model on the meta device, with the language-model head if that was fetched.
     fit: how the weights fit the model; None for a pickle, which has no header.
-    tensors: the headers of the weights; None for a pickle.
+    tensors: descriptions of the weights, from the headers; None for a pickle.
     """
 
     model: Model
@@ -91,7 +97,7 @@ def fetch_tokenizer(model: Model) -> Source | None:
     there is no tokenizer.
 
     It is small, and with it an invalid prompt is found before the weights are downloaded.
-    Raises what `fetch` raises.
+    Raises what `Model.tokenizer_source` and `Source.path` raise.
     """
     source = model.tokenizer_source
     if source is not None:
@@ -112,11 +118,13 @@ def fetch(
     deepest_layer: None: all layers.  head: also the language-model head.
     progress: called with one line before a download; the hub's client draws its bars on stderr.
 
-    Raises BadInputError if transformers cannot use the config, or if the weights do not fit it;
-    both are checked before any large download.
+    Raises BadInputError if transformers cannot use the config, or if the weights do not fit it.
+    Both are checked before any large download, except for a pickle and for quantised weights that
+    transformers does not decode on loading: `load_model` checks how those fit.
     Raises ModelUnavailableError if a file is not available, is truncated or corrupt, or lacks
     weights that it should have.
-    Raises MissingCapabilityError if the disk has no room, or may not be written.
+    Raises MissingCapabilityError if the disk has no room, if a file may not be read or written, or
+    if transformers cannot load the quantisation on this machine.
     """
     repo_id = model.source.label
     weights = model.part(deepest_layer, head=head)
@@ -128,34 +136,37 @@ def fetch(
         config = model.load_config(weights.depth, model.dtype)
         # json writes an infinity as Infinity, as the configs of checkpoints have it
         (local.folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        files, size = check_space(model, deepest_layer, head=head)
-        if files and progress is not None:
-            progress(f"Downloading {files} files, {size_words(size)}, of {repo_id}")
+        file_count, size = check_space(model, deepest_layer, head=head)
+        if file_count and progress is not None:
+            progress(f"Downloading {file_count} files, {size_words(size)}, of {repo_id}")
 
-        paths = {name: model.source.path(name) for name in weights.files}
-        local.tensors = None if weights.pickled else weights.tensors
-        for name, path in paths.items():
+        for name in weights.files:
+            path = model.source.path(name)
             target = local.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             # transformers would take the last copy of a tensor, whatever the index says
-            misplaced = set() if weights.pickled else weights.misplaced(name)
+            misplaced = weights.misplaced(name)
             if misplaced:
                 _copy_without(path, misplaced, target)
             else:
                 target.symlink_to(path.resolve())
+        local.tensors = None if weights.pickled else weights.tensors
         if weights.shards is not None:
             index = {"metadata": {}, "weight_map": weights.needed_shards}
             (local.folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise MissingCapabilityError(
-            f"The temporary folder for {repo_id} cannot be written: {error.strerror or error}.",
+            f"The temporary folder for {repo_id} cannot be written: {why(error)}.",
             "Make room there or set TMPDIR to another folder.",
         ) from None
     return local
 
 
 def _copy_without(path: Path, left_out: set[str], target: Path) -> None:
-    """Copy a safetensors file without the tensors in `left_out`."""
+    """Copy a safetensors file without the tensors in `left_out`.
+
+    Raises OSError or SafetensorError if the copy cannot be written.
+    """
     with safe_open(path, framework="pt", device="cpu") as opened:
         kept = sorted(set(opened.keys()) - left_out)
         tensors = {key: opened.get_tensor(key) for key in kept}
@@ -165,23 +176,25 @@ def _copy_without(path: Path, left_out: set[str], target: Path) -> None:
 def check_space(
     model: Model, deepest_layer: int | None = None, *, head: bool = False
 ) -> tuple[int, int]:
-    """The number of files that `fetch` would download, and their bytes.
+    """The number of files that `fetch` and `fetch_tokenizer` would download, and their bytes.
 
-    MissingCapabilityError unless the hub's cache has room for them.
+    MissingCapabilityError unless the hub's cache has room for them.  For a local folder, whose
+    tokenizer may be on the hub, the room is not checked.
     """
     to_download = [file for file in model.files(deepest_layer, head=head) if not file.cached]
-    need = sum(file.size_bytes for file in to_download)
+    need_bytes = sum(file.size_bytes for file in to_download)
     if to_download and isinstance(model.source, HubRepo):
-        model.source.check_space(need)
-    return len(to_download), need
+        model.source.check_space(need_bytes)
+    return len(to_download), need_bytes
 
 
 def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = False) -> None:
     """Raise, before a download, the error of `fetch` or `load_model` for a full disk, or for
     weights that do not fit the config.
 
-    If all files are on this machine, the model is loaded on the meta device.  If one is not, or the
-    weights are quantised, only the headers are read.
+    If all files of `Model.files` are on this machine, the model is loaded on the meta device.  If
+    one is not, or the weights are quantised, only the headers are read.  Then the weights of a
+    pickle, and of a quantisation outside of `DECODED_ON_LOAD`, are not compared with the config.
     """
     file_count, _ = check_space(model, deepest_layer, head=head)
     if file_count or model.quantization is not None:
@@ -193,16 +206,15 @@ def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = 
 def _check_fit(
     model: Model, deepest_layer: int | None, *, head: bool
 ) -> tuple[PreTrainedModel, Fit | None]:
-    """The model on the meta device, and how the weights fit it by their headers; None for a pickle.
+    """The model on the meta device, and how the weights fit it by their headers; None instead of
+    the latter for a pickle.
 
     Raises the error of `fetch` for a config that transformers cannot use, and for weights that do
     not fit it.
     """
     empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
     weights = model.part(deepest_layer, head=head)
-    if weights.pickled:
-        return empty, None
-    return empty, _fit(model, weights.tensors, empty)
+    return empty, None if weights.pickled else _fit(model, weights.tensors, empty)
 
 
 # --- loading
@@ -218,14 +230,16 @@ def load_model(
     """The checkpoint's base model with the decoder layers of `local`, on `device`, in eval mode;
     with its language-model head if that was fetched.
 
-    dtype: the dtype of the weights; "auto": the checkpoint's own.
+    dtype: the dtype of the weights; "auto": the checkpoint's own.  The operator's A_log, D and
+        dt_bias are in fp32 nevertheless if they are stored in fp32 or fp64.
     device_map: the device of every module, from `infer_devices`; None: `device`.  Weights on the
         disk are read from `local` as long as the model runs.
 
-    Raises BadInputError for a config that transformers refuses or that describes more parameters
-    than there are weights, and for a pickle with other objects than tensors.
-    Raises ModelUnavailableError if weights are missing, and MissingCapabilityError if a package
-    that decodes the quantisation is not installed.
+    Raises BadInputError for a config that transformers refuses, for weights that do not fit it, and
+    for a pickle with other objects than tensors.
+    Raises ModelUnavailableError if weights are missing or a pickle is damaged, and
+    MissingCapabilityError if a package that decodes the quantisation is not installed or the memory
+    is full.
     """
     device = torch.device(device)
     with quiet_transformers():
@@ -240,8 +254,10 @@ def load_model(
 def _fit(model: Model, stored: StoredWeights, empty: PreTrainedModel) -> Fit:
     """How the stored weights fit the model.  empty: the model on the meta device.
 
-    Raises, before anything is allocated, an error for a weight that is missing, has another shape
-    or is stored as codes, and for a config that describes more parameters than there are weights.
+    Raises, before anything is allocated, an error for a weight that is missing, stored twice or
+    stored as codes, for one that becomes a parameter as it is and has another shape, for a config
+    that describes more parameters than there are weights, and for one that describes huge tables.
+    The weights of a quantisation outside of `DECODED_ON_LOAD` are not checked.
     """
     label = model.source.label
     renamings = _renamings(model)
@@ -250,17 +266,26 @@ def _fit(model: Model, stored: StoredWeights, empty: PreTrainedModel) -> Fit:
         return renamings, places  # packed weights have other shapes, and no dtype of their own
     _refuse_classifier(label, stored, empty)
     lost = missing(empty, places)
-    if lost and (wrappers := _wrappers(stored.keys() - places.keys(), empty)):
+    if lost and (wrappers := _wrappers(stored.keys() - places.keys(), lost, empty)):
         renamings |= wrappers
         places = destinations(empty, stored, renamings)
         lost = missing(empty, places)
     _refuse_codes(model, stored, places.keys(), lost)
     _refuse_missing(model, lost, stored.keys() - places.keys())
     parameters = dict(empty.named_parameters(remove_duplicate=False))
+    key_of: dict[str, str] = {}  # name of a parameter -> key of the weight that it becomes as it is
     for key, (parameter_names, is_whole) in sorted(places.items()):
-        parameter = parameters.get(parameter_names[0]) if is_whole else None
-        if parameter is not None and list(parameter.shape) != stored[key].shape:
-            raise _other_shape(label, key, stored[key].shape, parameter.shape)
+        if not is_whole:
+            continue
+        name = parameter_names[0]
+        if name in key_of:
+            raise BadInputError(
+                f"{label} has two weights for {name}: {shown(key_of[name])} and {shown(key)}.",
+                "Remove the one that is not meant, or take another revision.",
+            )
+        key_of[name] = key
+        if name in parameters and list(parameters[name].shape) != stored[key].shape:
+            raise _other_shape(label, key, stored[key].shape, parameters[name].shape)
     described = sum(parameter.numel() for parameter in empty.parameters())
     stored_count = sum(tensor.parameter_count for tensor in stored.values())
     if described > stored_count:
@@ -280,11 +305,11 @@ def _fit(model: Model, stored: StoredWeights, empty: PreTrainedModel) -> Fit:
 
 
 def _renamings(model: Model) -> dict[str, str]:
-    """Renamings of stored keys that transformers does not know: ModelOpt's scales, and the
-    embedding of the original Mamba-2 checkpoints.
+    """Renamings of stored keys that transformers does not know: scales as ModelOpt names them, and
+    the embedding of the original Mamba-2 checkpoints.
     """
     renamings: dict[str, str] = {}
-    if model.quantization == "fp8":
+    if model.quantization in DECODED_ON_LOAD:
         renamings[r"\.weight_scale$"] = ".weight_scale_inv"
     if model.model_type == "mamba2":
         renamings[r"\bembedding\."] = "embeddings."
@@ -298,8 +323,8 @@ def _refuse_codes(
     scale or no quantisation says how to decode them.
 
     Tensors that are no weights of the model may have any dtype.
-    known: stored keys of the model's parameters.  lost: parameters without a stored key, whose
-    codes may have another name.
+    known: stored keys of the model's parameters and buffers.  lost: names of parameters without a
+    stored key; codes in the module of one are taken for it, because they may have another name.
     """
     modules = {_module(name) for name in lost}
     for name, tensor in stored.items():
@@ -325,7 +350,10 @@ def _undecodable(model: Model, name: str, dtype: str) -> BadInputError:
 
 
 def _is_scaled(model: Model, name: str, stored: StoredWeights) -> bool:
-    """Whether the tensor `name` is a scale, or has one with which transformers decodes it."""
+    """Whether the tensor `name` is a scale, or has one with which transformers decodes it.
+
+    False without a quantisation in the config.
+    """
     if model.quantization is None:
         return False
     if "scale" in name:
@@ -333,9 +361,10 @@ def _is_scaled(model: Model, name: str, stored: StoredWeights) -> bool:
     layer = name.removesuffix("weight")
     scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
     shapes = [stored[scale].shape for scale in scales & stored.keys()]
-    # one scale for the tensor, or one for each block, but not one for each row
+    # One scale for the tensor, or a matrix with one for each block.  transformers would misread a
+    # vector with one for each row.
     has_scale = any(shape in ([], [1]) or len(shape) > 1 for shape in shapes)
-    return has_scale and stored[name].dtype != "U8"
+    return has_scale and stored[name].dtype != "U8"  # in which transformers would not see codes
 
 
 def _module(name: str) -> str:
@@ -358,19 +387,19 @@ def _refuse_classifier(label: str, keys: Iterable[str], empty: PreTrainedModel) 
         )
 
 
-def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
+def _wrappers(keys: Iterable[str], lost: set[str], model: PreTrainedModel) -> dict[str, str]:
     """Renamings that remove the names that wrappers of a model have put into stored keys.
 
     Such names are "_orig_mod" and the like, anywhere in a key, and a prefix before the layers.
-    keys: the stored keys that transformers ignores.
+    keys: the stored keys that transformers ignores.  lost: parameters without a stored key.
     """
     parameters = [name for name, _ in model.named_parameters()]
-    known = set(".".join(parameters).split("."))
+    own_parts = set(".".join(parameters).split("."))
     most: Counter[str] = Counter()  # name of a wrapper -> how often it is in one key, at most
     stripped = set()  # the keys without these names
     for key in keys:
         path = key.split(".")
-        wrappers = [part for part in path[:-1] if part.startswith("_") and part not in known]
+        wrappers = [part for part in path[:-1] if part.startswith("_") and part not in own_parts]
         most |= Counter(wrappers)
         stripped.add(".".join(part for part in path if part not in wrappers))
     # transformers applies each renaming once to a key.  A name that occurs several times needs
@@ -379,30 +408,41 @@ def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
     for wrapper, times in most.items():
         for number in range(times):
             renamings[rf"{re.escape(wrapper)}\.(?#{number})"] = ""
-    return renamings | _prefix_renaming(parameters, stripped)
+    return renamings | _prefix_renaming(parameters, lost, stripped)
 
 
-def _prefix_renaming(parameters: Iterable[str], keys: Collection[str]) -> dict[str, str]:
-    """A renaming that replaces the prefix of stored keys by that of the model's parameters; empty
-    if no key is a parameter of layer 0 with another prefix.
+def _prefix_renaming(
+    parameters: Iterable[str], lost: set[str], keys: Iterable[str]
+) -> dict[str, str]:
+    """A renaming that replaces the prefix of stored keys by that of the model's parameters.
+
+    The prefix is the one with which most parameters of layers are stored.  The renaming is empty if
+    there is none, if it is the model's, or if two are equally frequent, of which either could be
+    the language model's.  It is empty, too, if any parameter of a layer is not lost: then keys with
+    another prefix belong to another model, such as a draft model.
+
+    keys: without the names that wrappers have put between the parts of a path.
     """
-    for name in parameters:
-        own_prefix, separator, path = name.partition("layers.")
-        if not separator or not path.startswith("0."):
-            continue
-        for key in keys:
-            if not key.endswith(separator + path):
-                continue
-            prefix = key.removesuffix(separator + path)
-            if prefix == own_prefix:
-                continue
-            if prefix.endswith(own_prefix):
-                # "wrap.model." where the model has "model.": the head is inside the wrapper, too,
-                # so that "wrap." is removed from every key
-                return {f"^{re.escape(prefix.removesuffix(own_prefix))}": ""}
-            # "backbone." where the model has "model."
-            return {f"^{re.escape(prefix)}": own_prefix}
-    return {}
+    in_layers = [name for name in parameters if "layers." in name]
+    if not lost.issuperset(in_layers):
+        return {}
+    own_prefix = in_layers[0].partition("layers.")[0]
+    paths = {name.removeprefix(own_prefix) for name in in_layers}  # from "layers." on
+    prefixes: list[str] = []  # of each key that has one of these paths
+    for key in keys:
+        prefix, separator, path = key.partition("layers.")
+        if separator + path in paths:
+            prefixes.append(prefix)
+    likeliest = multimode(prefixes)
+    if len(likeliest) != 1 or own_prefix in likeliest:
+        return {}
+    prefix = likeliest[0]
+    if prefix.endswith(own_prefix):
+        # "wrap.model." where the model has "model.": the head is inside the wrapper, too, so that
+        # "wrap." is removed from every key
+        return {f"^{re.escape(prefix.removesuffix(own_prefix))}": ""}
+    # "backbone." where the model has "model."
+    return {f"^{re.escape(prefix)}": own_prefix}
 
 
 def _load(
@@ -547,7 +587,7 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
             "refs/pr/1.",
         ) from None
     except Exception as error:  # torch raises errors of any class for a damaged file
-        raise broken_file(path.resolve(), PICKLE, error) from None
+        raise broken_file(path, PICKLE, error) from None
     entries = content if isinstance(content, dict) else {"": content}
     for name in entries:
         if not isinstance(name, str):
@@ -584,24 +624,24 @@ def _described(tensor: Tensor) -> TensorInfo:
     codes = {getattr(torch, name): code for code, name in FLOATS.items()}
     # Any other dtype gets torch's name for it, with which `_refuse_codes` refuses it.
     code = codes.get(tensor.dtype, str(tensor.dtype))
-    shape = list(tensor.shape)
-    offsets = (0, tensor.nbytes)
-    return TensorInfo(code, shape, offsets)  # type: ignore[arg-type]
+    return TensorInfo(code, list(tensor.shape), (0, tensor.nbytes))  # type: ignore[arg-type]
 
 
 def _refuse_missing(model: Model, lost: set[str], unused: Iterable[str]) -> None:
     """Raise an error for missing weights, which transformers would replace by random ones.
 
-    lost: names of parameters without weights.  unused: stored keys that belong to no parameter; if
-    one of them resembles a lost name, the message says why the names differ.
+    lost: names of parameters and buffers without weights; if there are none, there is no error.
+    unused: stored keys that belong to no parameter.  If one of them resembles a lost name in the
+    first layer that has any, the message says why the names differ.
     """
     label = model.source.label
-    in_layers = [name for name in sorted(lost) if "layers." in name]
-    for name, key in product(in_layers, sorted(unused)):
+    in_layers = grouped([name for name in sorted(lost) if "layers." in name], layer_index)
+    # The first layer suffices: a mixture of experts may have 100,000 keys to compare with.
+    for name, key in product(next(iter(in_layers.values()), ()), sorted(unused)):
         if ".base_layer." in key and _wraps(key, name):
             reason = "an adapter was not merged"
         elif _wraps(key, name):
-            reason = "it was saved in a wrapper"
+            reason = "it was saved in a wrapper, or belongs to another model"
         elif _place(key) == _place(name):
             reason = "it has the names of another library or model type"
         else:

@@ -203,9 +203,7 @@ def missing(model: PreTrainedModel, known: Destinations) -> set[str]:
     known: the destinations of the stored weights.  If several parameters share their weights, a
     stored weight for one of them is enough.
     """
-    present: set[str] = set()
-    for names, _ in known.values():
-        present.update(names)
+    present = set[str]().union(*(names for names, _ in known.values()))
     shared = grouped(model.named_parameters(remove_duplicate=False), lambda pair: id(pair[1]))
     optional = model._keys_to_ignore_on_load_missing or ()
     lost = set()

@@ -356,9 +356,10 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
     shows that ssdprof cannot measure it.
     """
     source, family = _find(named, revision)
-    adapters = [name for name in source.sizes if name.startswith("adapter_model.")]
-    adapter = adapters[0] if adapters else ""
-    if adapter and not any(name.startswith(("model", "pytorch_model")) for name in source.sizes):
+    adapter = next((name for name in source.sizes if name.startswith("adapter_model.")), "")
+    if adapter and not any(
+        name.startswith(("model.", "model-", "pytorch_model")) for name in source.sizes
+    ):
         raise BadInputError(
             f"{source.label} is a LoRA adapter for {_base_of(source)}.",
             "Merge it into its base model first.",
@@ -375,8 +376,9 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
     siblings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     if family:
-        repos = [checkpoint.repo for checkpoint in family.checkpoints]
-        siblings = tuple(repo for repo in repos if repo != source.label)
+        siblings = tuple(
+            checkpoint.repo for checkpoint in family.checkpoints if checkpoint.repo != source.label
+        )
         notes = (
             f"{named} is a family of models, not a repo: taking {source.label}. Others: "
             f"{', '.join(siblings)}.",

@@ -337,7 +337,7 @@ def test_offline_runs_from_the_cache_and_names_it(hub: MiniHub, saved: Save, mon
     error = failure("org/other")
     assert error.exit_code == ExitCode.MODEL_UNAVAILABLE
     assert "HF_HUB_OFFLINE is set" in error.message
-    assert error.hint == "In the cache: org/tiny."
+    assert error.hint == "Unset HF_HUB_OFFLINE, or use a model in the cache: org/tiny."
 
     # the other layers were never fetched
     with pytest.raises(ModelUnavailableError, match="only partly in the cache"):

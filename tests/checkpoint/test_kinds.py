@@ -249,7 +249,7 @@ def test_two_copies_of_which_the_index_names_none_are_refused():
             renamed("layers.0.linear_attn.", "layers.0.inner.linear_attn."),
             2,
             "has 'model.layers.0.inner.linear_attn.A_log', not layers.0.linear_attn.A_log: it was "
-            "saved in a wrapper.",
+            "saved in a wrapper, or belongs to another model.",
         ),
     ],
 )
