@@ -246,6 +246,26 @@ def test_two_copies_of_which_the_index_names_none_are_refused():
         ),
         (
             "qwen3_5_text",
+            lambda weights: weights | {"norm.weight": torch.ones(64)},
+            2,
+            "two weights for norm.weight: 'model.norm.weight' and 'norm.weight'.",
+        ),
+        (
+            "qwen3_5_text",
+            without("0.mlp.up_proj", **{"draft.layers.0.mlp.up_proj.weight": torch.ones(96, 64)}),
+            2,
+            "has 'draft.layers.0.mlp.up_proj.weight', not layers.0.mlp.up_proj.weight: ",
+        ),
+        (
+            "qwen3_5_text",
+            lambda weights: {
+                f"{text}.{k}": 1 * w for k, w in weights.items() for text in ("a", "b")
+            },
+            2,
+            "has 'a.model.layers.0.input_layernorm.weight', not layers.0.input_layernorm.weight: ",
+        ),
+        (
+            "qwen3_5_text",
             renamed("layers.0.linear_attn.", "layers.0.inner.linear_attn."),
             2,
             "has 'model.layers.0.inner.linear_attn.A_log', not layers.0.linear_attn.A_log: it was "
@@ -463,6 +483,7 @@ def test_an_adapter_is_named_and_never_silent():
     assert "alone is a LoRA adapter for 'org/base' (adapter_config.json)." in answer.err
     assert "Merge it into its base model first." in answer.err
     (Path("alone") / "adapter_config.json").write_text("{")
+    (Path("alone") / "modeling.py").touch()
     assert "alone is a LoRA adapter for another model." in Answer("capture", "alone").err
     answer, report = run(Path("qwen3_5_text"))
     words = "adapter_model.safetensors of qwen3_5_text is not applied"

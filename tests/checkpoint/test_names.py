@@ -11,14 +11,10 @@ from ssdprof.checkpoint.names import (
     select_indices,
     siblings_that_fit,
 )
-from ssdprof.core.target import LayerRef
 from ssdprof.errors import BadInputError
 
 TINY = "ibm-granite/granite-4.0-h-tiny"
-# A hybrid: attention at 2 and 5.
-LAYERS = tuple(
-    LayerRef(index=i, name=f"model.layers.{i}.mamba", operator="ssd") for i in (0, 1, 3, 4, 6, 7)
-)
+LAYERS = (0, 1, 3, 4, 6, 7)  # of a hybrid: attention at 2 and 5
 
 
 @pytest.mark.parametrize(
@@ -75,7 +71,7 @@ def test_a_typo_finds_what_was_meant(typed, meant):
     assert close_names(typed)[0] == meant
 
 
-@pytest.mark.parametrize("typed", ["org/nothing", "meta-llama/Llama-3.1-8B", "xyz"])
+@pytest.mark.parametrize("typed", ["org/", "org/nothing", "meta-llama/Llama-3.1-8B", "xyz"])
 def test_a_name_unlike_any_finds_nothing(typed):
     assert close_names(typed) == []
 
@@ -136,7 +132,7 @@ def test_siblings_that_fit_are_the_largest_first_and_without_the_model_itself():
     ],
 )
 def test_selects(spec, indices):
-    assert list(select_indices(spec, [layer.index for layer in LAYERS])) == indices
+    assert list(select_indices(spec, LAYERS)) == indices
 
 
 @pytest.mark.parametrize(
@@ -149,7 +145,7 @@ def test_selects(spec, indices):
 )
 def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(spec, words):
     with pytest.raises(BadInputError, match=words):
-        select_indices(spec, [layer.index for layer in LAYERS])
+        select_indices(spec, LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -174,5 +170,5 @@ def test_a_selection_that_is_not_there_is_named_and_the_layers_are_listed(spec, 
 )
 def test_a_spec_that_cannot_be_read(spec):
     with pytest.raises(BadInputError, match="cannot be read") as raised:
-        select_indices(spec, [layer.index for layer in LAYERS])
+        select_indices(spec, LAYERS)
     assert "every:K" in raised.value.hint

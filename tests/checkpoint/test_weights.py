@@ -156,6 +156,7 @@ def test_which_weights_three_layers_need():
         "model.layers.3.mamba.A_log",
         "layers.12.mamba.A_log",
         "lm_head.weight",
+        "language_model.lm_head.weight",
         "mtp.layers.0.mlp.weight",
     )
     towers = ("model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight")
