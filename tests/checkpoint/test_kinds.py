@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny_models
@@ -19,6 +20,7 @@ import torch
 import transformers as tf
 from checkpoint.folders import ORIGINAL_CONFIG, edit_json, write_original
 from command_line import Answer, ending
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -175,7 +177,7 @@ def in_two_files(folder: Path, later: Weights, *, named: bool = True):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_index_says_which_copy_of_a_tensor_counts(rows):
+def test_the_index_says_which_copy_of_a_tensor_counts(monkeypatch, rows):
     """Copies of another shape must not count in sizes either."""
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder)
@@ -189,6 +191,10 @@ def test_the_index_says_which_copy_of_a_tensor_counts(rows):
     in_two_files(folder, later)
     check_loaded(folder, expected)
     assert open_model(str(folder)).weight_bytes() == size
+    # safetensors' error for a full disk
+    monkeypatch.setattr("ssdprof.checkpoint.load.save_file", Mock(side_effect=SafetensorError))
+    with pytest.raises(MissingCapabilityError, match="temporary folder"):
+        loaded(folder)
 
 
 def test_an_index_counts_before_a_single_file():
