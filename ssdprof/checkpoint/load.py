@@ -119,8 +119,8 @@ def fetch(
     progress: called with one line before a download; the hub's client draws its bars on stderr.
 
     Raises BadInputError if transformers cannot use the config, or if the weights do not fit it.
-    Both are checked before any large download, except for a pickle and for quantised weights that
-    transformers does not decode on loading: `load_model` checks how those fit.
+    Both are checked before any large download, except for buffers, for a pickle and for quantised
+    weights that transformers does not decode on loading: `load_model` checks how those fit.
     Raises ModelUnavailableError if a file is not available, is truncated or corrupt, or lacks
     weights that it should have.
     Raises MissingCapabilityError if the disk has no room, if a file may not be read or written, or
@@ -448,7 +448,10 @@ def _prefix_renaming(
 def _load(
     local: LocalCheckpoint, dtype: DType, device_map: Mapping[str, int | str | torch.device] | None
 ) -> PreTrainedModel:
-    """The model, loaded by transformers; see `load_model`."""
+    """The model, loaded by transformers; see `load_model`.
+
+    device_map: as transformers takes it; None: on the CPU.
+    """
     model = local.model
     empty = local.empty
     model_class = type(empty)
@@ -498,7 +501,7 @@ def _load(
 def _in_fp32(model_class: type[PreTrainedModel], names: Collection[str]) -> Iterator[None]:
     """While the context is open, transformers loads these parameters in fp32, on any device.
 
-    Otherwise it would round them to the dtype of the weights.
+    Otherwise they would get the dtype of the other weights.  names: of parameters of `model_class`.
     """
     post_init = model_class.post_init
 
@@ -519,8 +522,8 @@ def _in_fp32(model_class: type[PreTrainedModel], names: Collection[str]) -> Iter
 def _whole_blocks() -> Iterator[None]:
     """While the context is open, transformers decodes FP8 weights whose last block is cut off.
 
-    Such a weight is padded to whole blocks.  transformers itself would divide it into blocks of
-    equal sizes, to which the scales do not belong.
+    Such a weight is padded to whole blocks.  transformers itself would divide it into as many equal
+    blocks as there are scales, which do not belong to these blocks, or refuse it.
     """
     dequantizer = finegrained_fp8.Fp8Dequantize
     decode = dequantizer._dequantize_one
@@ -528,9 +531,10 @@ def _whole_blocks() -> Iterator[None]:
     def decode_blocks(
         self: Any, codes: Tensor, scales: Tensor, *rest: object, **options: object
     ) -> object:
-        """Decode one weight, (..., rows, columns).
+        """Decode one weight, in place of transformers' method.
 
         codes: (..., rows, columns).  scales: (..., blocks of rows, blocks of columns).
+        Returns the weight, (..., rows, columns).
         Raises ValueError, as transformers does, if the scales do not fit the codes.
         """
         block = self.hf_quantizer.quantization_config.weight_block_size
@@ -561,7 +565,8 @@ def _whole_blocks() -> Iterator[None]:
 def unpickled(path: Path) -> Any:
     """The object that torch.save has written to a file, on the CPU.  No code in it is executed.
 
-    Raises errors of any class for a damaged file.
+    Raises pickle.UnpicklingError for an object of a class that torch does not allow, and errors of
+    any class, that one included, for a damaged file or one in the format before torch 1.6.
     """
     with zipfile.ZipFile(path) as archive:  # torch.load does not compare the checksums
         if damaged := archive.testzip():
@@ -571,10 +576,10 @@ def unpickled(path: Path) -> Any:
 
 
 def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
-    """The tensors of floats in the checkpoint's pickle, by stored name.
+    """The tensors of floats in the checkpoint's pickle, by stored name.  Other entries are ignored.
 
-    Raises BadInputError if a weight of the model is no such tensor, and ModelUnavailableError for a
-    damaged file.
+    Raises BadInputError if a weight of the model is no such tensor, if the pickle holds no tensor
+    of floats, a name that is no text, or code, and ModelUnavailableError for a damaged file.
     """
     path = local.folder / PICKLE
     label = local.model.source.label
@@ -597,7 +602,7 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
             )
     weights = {name: entry for name, entry in entries.items() if _is_dense(entry)}
     others = sorted(entries.keys() - weights.keys())
-    # Other entries are ignored, unless one has the name of a weight, or no entry is a tensor.
+    # An entry with the name of a weight must not be ignored, and without a tensor none is.
     damaged = list(destinations(local.empty, others, _renamings(local.model)))
     if not weights and not damaged:
         damaged = others
@@ -610,7 +615,7 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
 
 
 def _is_dense(entry: object) -> bool:
-    """Whether an entry of a pickle is a strided tensor of floats that has values."""
+    """Whether an entry of a pickle is a strided tensor of floats, also of 8 bits, with values."""
     return (
         isinstance(entry, Tensor)
         and entry.layout == torch.strided
@@ -667,7 +672,8 @@ def _refuse_missing(model: Model, lost: set[str], unused: Iterable[str]) -> None
 
 def _wraps(key: str, name: str) -> bool:
     """Whether a stored key has all parts of a parameter's path, from "layers." on, in their order,
-    perhaps with other parts between: "model.layers.0.base_layer.norm" wraps "layers.0.norm".
+    perhaps with other parts between or around: "model.layers.0.base_layer.norm" wraps
+    "layers.0.norm".
     """
     remaining = iter(key.split("."))  # `in` consumes the parts up to the one that it finds
     return all(part in remaining for part in name[name.index("layers.") :].split("."))
@@ -698,13 +704,15 @@ def _other_shape(
 def infer_devices(model: PreTrainedModel, room: Mapping[Device, int]) -> DeviceMap | None:
     """A device for each module of `model`, which is on the meta device, by accelerate.
 
-    The devices of `room` are filled in its order.  Decoder layers stay whole.  When the model runs,
-    accelerate brings the weights of a module that is not on a GPU to the first device, just before
-    the module is computed there.
+    accelerate fills the GPUs by index, then main memory, then the disk.  Decoder layers stay whole.
+    When the model runs, accelerate brings the weights of a module that is not on a GPU to the first
+    device, just before the module is computed there.
 
-    room: bytes for weights on each device.  The first device is where the model begins.  If "disk"
-        is a key, weights without room go to the disk; its number is not read.
-    None if there is too little room, or none for the token embedding on the first device.
+    room: bytes for weights on each device, in the order in which they are filled; at least one that
+        is not the disk.  The model begins on the first device.  If "disk" is a key, weights without
+        room go to the disk; its number is not read.
+    None if there is too little room, if a number is negative, or if the first device has no room
+    for the token embedding.
     """
     most = {device: size for device, size in room.items() if device != "disk"}
     if min(most.values()) < 0:
@@ -724,8 +732,9 @@ def infer_devices(model: PreTrainedModel, room: Mapping[Device, int]) -> DeviceM
 
 
 def device_of(name: str, devices: DeviceMap) -> Device:
-    """The device of the parameter `name`: that of the innermost module around it in the map, which
-    must have one.
+    """The device of the parameter `name`: that of the innermost module around it in the map.
+
+    The map must have such a module; the name of the whole model is "".
     """
     while name not in devices:
         name = name.rpartition(".")[0]
@@ -749,7 +758,8 @@ def weights_by_device(model: PreTrainedModel, devices: DeviceMap) -> dict[Device
 
 
 def largest_streamed(model: PreTrainedModel, devices: DeviceMap, main: Device) -> tuple[int, int]:
-    """Bytes of the largest streamed decoder layer, and of the largest streamed module.
+    """Bytes of the largest streamed decoder layer, or weight outside of layers, and of the largest
+    streamed module; 0 if none is streamed.
 
     Streamed weights are brought to `main` for each forward call, one module's own weights at a
     time, without those of its submodules.
