@@ -270,7 +270,10 @@ def _fit(model: Model, stored: StoredWeights, empty: PreTrainedModel) -> Fit:
         renamings |= wrappers
         places = destinations(empty, stored, renamings)
         lost = missing(empty, places)
-    _refuse_codes(model, stored, places.keys(), lost)
+    decoded = {}
+    if model.quantization is not None:
+        decoded = destinations(empty, stored, renamings, decoded=True)
+    _refuse_codes(model, stored, places.keys(), lost, decoded)
     _refuse_missing(model, lost, stored.keys() - places.keys())
     parameters = dict(empty.named_parameters(remove_duplicate=False))
     key_of: dict[str, str] = {}  # name of a parameter -> key of the weight that it becomes as it is
@@ -317,7 +320,11 @@ def _renamings(model: Model) -> dict[str, str]:
 
 
 def _refuse_codes(
-    model: Model, stored: StoredWeights, known: Collection[str], lost: Iterable[str]
+    model: Model,
+    stored: StoredWeights,
+    known: Collection[str],
+    lost: Iterable[str],
+    decoded: Destinations,
 ) -> None:
     """BadInputError for weights that are stored as codes, in integers or in 8 bits and less, if no
     scale or no quantisation says how to decode them.
@@ -325,10 +332,11 @@ def _refuse_codes(
     Tensors that are no weights of the model may have any dtype.
     known: stored keys of the model's parameters and buffers.  lost: names of parameters without a
     stored key; codes in the module of one are taken for it, because they may have another name.
+    decoded: the destinations of weights and scales that transformers decodes.
     """
     modules = {_module(name) for name in lost}
     for name, tensor in stored.items():
-        is_code = tensor.dtype not in FLOATS and not _is_scaled(model, name, stored)
+        is_code = tensor.dtype not in FLOATS and not _is_scaled(name, stored, decoded)
         if is_code and (name in known or _module(name) in modules):
             raise _undecodable(model, name, tensor.dtype)
 
@@ -338,7 +346,7 @@ def _undecodable(model: Model, name: str, dtype: str) -> BadInputError:
     quantisers = [file for file in _QUANTISERS if file in model.source.sizes]
     reason = "its config names no quantisation"
     if model.quantization:
-        reason = f"has no {model.quantization} scale for it"
+        reason = f"has no {model.quantization} scale with which transformers decodes it"
     elif quantisers:
         reason += f"; {quantisers[0]} does, in a format that ssdprof cannot load"
     hint = "Take the config.json that came with these weights, or the unquantised checkpoint."
@@ -349,22 +357,27 @@ def _undecodable(model: Model, name: str, dtype: str) -> BadInputError:
     )
 
 
-def _is_scaled(model: Model, name: str, stored: StoredWeights) -> bool:
+def _is_scaled(name: str, stored: StoredWeights, decoded: Destinations) -> bool:
     """Whether the tensor `name` is a scale, or has one with which transformers decodes it.
 
-    False without a quantisation in the config.
+    decoded: see `_refuse_codes`; empty without a quantisation.
     """
-    if model.quantization is None:
+    if name not in decoded:
         return False
     if "scale" in name:
         return True
     layer = name.removesuffix("weight")
     scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
-    shapes = [stored[scale].shape for scale in scales & stored.keys()]
+    # transformers may rename the weight only.  Then it takes the codes as values.
+    shapes = [
+        stored[scale].shape
+        for scale in scales & decoded.keys()
+        if decoded[scale][0] == decoded[name][0]
+    ]
     # One scale for the tensor, or a matrix with one for each block.  transformers would misread a
-    # vector with one for each row.
+    # vector with one for each row, and take codes in U8 as values.
     has_scale = any(shape in ([], [1]) or len(shape) > 1 for shape in shapes)
-    return has_scale and stored[name].dtype != "U8"  # in which transformers would not see codes
+    return has_scale and stored[name].dtype != "U8"
 
 
 def _module(name: str) -> str:

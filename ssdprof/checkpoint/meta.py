@@ -165,15 +165,28 @@ def _refused_field(config: ModelConfig, *, head: bool) -> str | None:
 
 
 def destinations(
-    model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str]
+    model: PreTrainedModel,
+    keys: Iterable[str],
+    key_mapping: Mapping[str, str],
+    *,
+    decoded: bool = False,
 ) -> Destinations:
     """The parameters and buffers to which transformers assigns each stored weight; keys that it
-    ignores are left out, such as scales.
+    ignores are left out.
 
     keys: stored keys.
     key_mapping: renamings that come first, as `from_pretrained` takes them.
+    decoded: with the conversions that decode quantised weights, so that scales have the
+        destinations of the weights that they decode, and no weight stays as it is.
     """
-    conversions = conversion_mapping.get_model_conversion_mapping(model, dict(key_mapping) or None)
+    quantizer = None
+    if decoded:
+        quantizer = transformers.quantizers.AutoHfQuantizer.from_config(
+            dict(model.config.quantization_config), pre_quantized=True
+        )
+    conversions = conversion_mapping.get_model_conversion_mapping(
+        model, dict(key_mapping) or None, quantizer
+    )
     renamings = [
         step for step in conversions if isinstance(step, core_model_loading.WeightRenaming)
     ]

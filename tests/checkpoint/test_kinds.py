@@ -627,11 +627,18 @@ def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file):
 
 
 @pytest.mark.parametrize(
-    ("codes", "scale"), [("float8_e4m3fn", None), ("float8_e4m3fn", (3,)), ("uint8", ())]
+    ("part", "codes", "scale"),
+    [
+        ("mamba.in_proj", "float8_e4m3fn", None),
+        ("mamba.in_proj", "float8_e4m3fn", (3,)),
+        ("mamba.in_proj", "uint8", ()),
+        # transformers renames this weight, but not its scale
+        ("block_sparse_moe.router.layer", "float8_e4m3fn", ()),
+    ],
 )
-def test_codes_without_a_scale_are_refused(codes, scale: tuple[int, ...] | None):
-    folder = checkpoint("qwen3_5_text")
-    weight = "model.layers.0.linear_attn.in_proj_qkv.weight"
+def test_codes_without_a_scale_are_refused(part, codes, scale: tuple[int, ...] | None):
+    folder = checkpoint("granitemoehybrid")
+    weight = f"model.layers.0.{part}.weight"
     scales = {} if scale is None else {f"{weight}_scale": torch.ones(scale)}
     rewrite(
         folder,
@@ -640,8 +647,8 @@ def test_codes_without_a_scale_are_refused(codes, scale: tuple[int, ...] | None)
     described = {"quant_algo": "FP8", "quant_method": "awq"}
     write_modelopt(folder, "hf_quant_config.json", described)
     answer, _ = run(folder, "--dry-run", code=2)
-    assert "linear_attn.in_proj_qkv.weight' in" in answer.err
-    assert "and has no fp8 scale for it." in answer.err
+    assert f"{weight}' in" in answer.err
+    assert "and has no fp8 scale with which transformers decodes it." in answer.err
 
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
