@@ -170,8 +170,8 @@ def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | Non
             return {"quant_method": "mlx"} | quantization
     quantization = config.get("quantization_config")
     if not quantization and modelopt is not None:
-        document = read_object(modelopt, MODELOPT_CONFIG, fetch_again(modelopt))
-        beside = document.get("quantization")
+        hint = fetch_again(modelopt)
+        beside = read_object(modelopt, MODELOPT_CONFIG, hint).get("quantization")
         quantization = {"quant_method": "modelopt"}
         if isinstance(beside, dict):
             quantization = beside | quantization

@@ -555,15 +555,15 @@ def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailable
         reason = f"the hub at {api().endpoint} cannot be reached{details}"
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-        cached = sorted(repo.repo_id for repo in repos if repo.repo_type == "model")
+        cached = {repo.repo_id for repo in repos if repo.repo_type == "model"}
     except errors.CacheNotFound:
-        cached = []
+        cached = set()
     degree = "only partly" if repo_id in cached else "not"
     remedy = "Unset HF_HUB_OFFLINE" if is_offline_mode() else "Check the network"
     hint = f"{remedy}, or use demo."
-    others = [other for other in cached if other != repo_id]
+    others = sorted(cached - {repo_id})[:20]
     if others:
-        hint = f"{remedy}, or use a model in the cache: {', '.join(others[:20])}."
+        hint = f"{remedy}, or use a model in the cache: {', '.join(others)}."
     return ModelUnavailableError(f"{repo_id} is {degree} in the cache, and {reason}.", hint)
 
 

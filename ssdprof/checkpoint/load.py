@@ -273,7 +273,7 @@ def _fit(model: Model, stored: StoredWeights, empty: PreTrainedModel) -> Fit:
     decoded = {}
     if model.quantization is not None:
         decoded = destinations(empty, stored, renamings, decoded=True)
-    _refuse_codes(model, stored, places.keys(), lost, decoded)
+    _refuse_codes(model, stored, places, lost, decoded)
     _refuse_missing(model, lost, stored.keys() - places.keys())
     parameters = dict(empty.named_parameters(remove_duplicate=False))
     key_of: dict[str, str] = {}  # name of a parameter -> key of the weight that it becomes as it is
@@ -322,7 +322,7 @@ def _renamings(model: Model) -> dict[str, str]:
 def _refuse_codes(
     model: Model,
     stored: StoredWeights,
-    known: Collection[str],
+    places: Destinations,
     lost: Iterable[str],
     decoded: Destinations,
 ) -> None:
@@ -330,14 +330,14 @@ def _refuse_codes(
     scale or no quantisation says how to decode them.
 
     Tensors that are no weights of the model may have any dtype.
-    known: stored keys of the model's parameters and buffers.  lost: names of parameters without a
-    stored key; codes in the module of one are taken for it, because they may have another name.
+    places: the destinations of stored weights.  lost: names of parameters without a stored key;
+    codes in the module of one are taken for it, because they may have another name.
     decoded: the destinations of weights and scales that transformers decodes.
     """
     modules = {_module(name) for name in lost}
     for name, tensor in stored.items():
         is_code = tensor.dtype not in FLOATS and not _is_scaled(name, stored, decoded)
-        if is_code and (name in known or _module(name) in modules):
+        if is_code and (name in places or _module(name) in modules):
             raise _undecodable(model, name, tensor.dtype)
 
 

@@ -147,10 +147,8 @@ class Weights:
         """
         if self.pickled:
             return True
-        for file in sorted(self._all_files):
-            if any(tensor.dtype not in FLOATS for tensor in self.source.header(file).values()):
-                return True
-        return False
+        headers = map(self.source.header, sorted(self._all_files))
+        return any(tensor.dtype not in FLOATS for header in headers for tensor in header.values())
 
     def bytes(self, dtype: str | None) -> int:
         """Bytes of the needed weights in memory.
@@ -186,10 +184,11 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
         shards = _read_index(source.path(INDEX))
         # A file in a subfolder of a local folder is not in `sizes`.  If the hub was not reached, it
         # may have those that are not cached, and other weights must not be taken for them.
-        may_be_complete = not source.complete or all(
-            file in source.sizes or source.cached(file) for file in shards.values()
-        )
-        if SINGLE not in source.sizes or may_be_complete:
+        if (
+            SINGLE not in source.sizes
+            or not source.complete
+            or all(file in source.sizes or source.cached(file) for file in shards.values())
+        ):
             return Weights(source, shards, None)
     if SINGLE in source.sizes:
         return Weights(source, None, SINGLE)
