@@ -203,8 +203,8 @@ def test_a_variable_that_the_hubs_client_cannot_read_is_named(name, command):
     done = python(*MODULE, *command.split(), **{name: "abc"})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        f"error: {name}='abc' is not a number of seconds.",
-        f"hint: Give a whole number, or run: unset {name}",
+        f"error: {name}='abc' is not a whole number of seconds.",
+        f"hint: Give one, or run: unset {name}",
     ]
 
 

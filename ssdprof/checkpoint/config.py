@@ -10,22 +10,22 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ssdprof.checkpoint.hub import fetch_again
 from ssdprof.checkpoint.names import KNOWN_TYPES, OTHER_SCANS, shown
 from ssdprof.errors import BadInputError, library_message
 from ssdprof.files import read_object
 
 ModelConfig = dict[str, Any]  # config.json, or the part of it for the language model
-_FETCH_HINT = "Fetch or copy the file again."
 # NVIDIA's ModelOpt writes this file; config.json may not mention the quantisation
 MODELOPT_CONFIG = "hf_quant_config.json"
 # key of a config that benchmarks/make_random_checkpoint.py has written
 RANDOM_WEIGHTS = "ssdprof_random_weights"
 SUPPORTED = f"Supported model types: {', '.join(KNOWN_TYPES)}."
-# Keys that count modules, which transformers builds one by one, and more of them than any model
-# has.  A damaged config could make it build modules for hours.
+# Keys that count modules, or list them.  transformers builds modules one by one: a damaged config
+# could make it build them for hours.
 _COUNTED = re.compile("(layers|experts|blocks|layer_types|block_type|pattern)$")
-_LARGEST_COUNT = 4096
-_LARGEST_STEP = 1e38  # about the largest number of fp32
+_LARGEST_COUNT = 4096  # more than any model has
+_LARGEST_STEP = 1e38  # just below the largest number of fp32, 3.4e38
 # keys of the language model's config in that of a larger model, as transformers names them
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 # keys of other parts of a larger model
@@ -34,10 +34,11 @@ _OTHER_PARTS = re.compile("vision|visual|image|video|audio|speech|sound|mtp")
 PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "hybrid_override_pattern")
 # keys of lists of layer indices
 _LAYER_INDICES = ("attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers")
-# keys that transformers does not get
+# keys that `cut_config` leaves out
 _DROPPED = (
     "auto_map",  # remote code
-    "quantization_config",  # the weights may have been decoded since
+    # The weights may have been decoded since; otherwise `Model.load_config` adds it again.
+    "quantization_config",
     "vision_config",  # of a part that is not loaded
     # labels of a classifier, from which transformers makes tables of any length
     "num_labels",
@@ -54,7 +55,7 @@ _DROPPED = (
 PICKLE = "pytorch_model.bin"
 # These models were trained with this tokenizer; their repos have none.
 DEFAULT_TOKENIZER = "EleutherAI/gpt-neox-20b"
-# Keys of `ssm_cfg` that do not change the structure of a layer, with the package's defaults.
+# Keys of `ssm_cfg` that are sizes, with the package's defaults.
 _SSM_SIZES = {
     "d_state": 128,
     "d_conv": 4,
@@ -91,7 +92,8 @@ def refuse(where: str, fault: str) -> BadInputError:
 def _check_counts(config: ModelConfig, where: str) -> None:
     """BadInputError for more layers or experts than any model has.
 
-    Values of other types are left to transformers, which refuses them with a message.
+    Values that are neither integers, lists nor texts are left to transformers, which refuses them
+    with a message.
     """
     for key in filter(_COUNTED.search, config):
         count = len(config[key]) if isinstance(config[key], list | str) else config[key]
@@ -105,7 +107,8 @@ def _check_steps(config: ModelConfig, where: str) -> None:
     """
     limits = config.get("time_step_limit")
     steps = limits if isinstance(limits, list) else []
-    numbers = [step for step in steps if isinstance(step, int | float)]  # infinity may be a text
+    # transformers reads an infinity as a mapping, too: {"__float__": "Infinity"}
+    numbers = [step for step in steps if isinstance(step, int | float)]
     in_order = numbers == sorted(numbers) and all(
         abs(step) < _LARGEST_STEP or abs(step) == math.inf for step in numbers
     )
@@ -126,10 +129,12 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
 
     where: names the file in messages.  modelopt: the `MODELOPT_CONFIG`; None: there is none.
 
-    Raises BadInputError if the file is no JSON object, if the recurrent layers of the model type
-    are known to be another operator, and for sizes that no model has or that contradict each other.
+    Raises BadInputError if a file is no JSON object, if there is no model type or its recurrent
+    layers are known to be another operator, for more layers or experts than any model has, for
+    limits of time steps that no run can have, and for an original format that transformers lacks.
+    Raises MissingCapabilityError if the user may not read a file.
     """
-    stored = read_object(file, where, _FETCH_HINT)
+    stored = read_object(file, where, fetch_again(file))
     original = "ssm_cfg" in stored and "model_type" not in stored
     outer = _convert_original(stored, where) if original else stored
     model_type = _check_model_type(outer, where)
@@ -153,9 +158,10 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
 
 def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | None) -> object:
     """The quantization_config for transformers: from the config, or from ModelOpt's file beside it;
-    None if neither describes a quantisation.
+    None or empty if neither describes a quantisation.
 
-    Formats that transformers does not know get the method "mlx" or "modelopt".
+    ModelOpt's FP8 becomes transformers' own format.  What MLX and other ModelOpt formats describe
+    gets the method "mlx" or "modelopt", which transformers does not know.
     stored: all of config.json.  config: the language model's part of it.
     """
     for quantization in (stored.get("quantization"), stored.get("quantization_config")):
@@ -164,7 +170,8 @@ def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | Non
             return {"quant_method": "mlx"} | quantization
     quantization = config.get("quantization_config")
     if not quantization and modelopt is not None:
-        beside = read_object(modelopt, MODELOPT_CONFIG, _FETCH_HINT).get("quantization")
+        hint = fetch_again(modelopt)
+        beside = read_object(modelopt, MODELOPT_CONFIG, hint).get("quantization")
         quantization = {"quant_method": "modelopt"}
         if isinstance(beside, dict):
             quantization = beside | quantization
@@ -194,8 +201,11 @@ def _check_model_type(config: ModelConfig, where: str) -> str:
 
 
 def _text_config(config: ModelConfig) -> ModelConfig | None:
-    """The language model's config in that of a larger model, completed by values of the latter;
-    None if `config` is that of a language model.
+    """The language model's config in that of a larger model; None if `config` is that of a
+    language model.
+
+    A dtype and a quantisation that it lacks are those of the larger model, which alone decides
+    whether the head is the embedding, if it says so.
     """
     keys = [key for key in config if key.endswith("_config") and not _OTHER_PARTS.search(key)]
     for key in sorted(keys, key=lambda key: key not in _TEXT_CONFIGS):  # the usual names first
@@ -207,11 +217,10 @@ def _text_config(config: ModelConfig) -> ModelConfig | None:
             nested = deeper
         elif key not in _TEXT_CONFIGS and not has_layers:
             continue
+        inherited = config.keys() & {"dtype", "torch_dtype", "quantization_config"}
         text: ModelConfig = {"model_type": f"{config.get('model_type')}_text"}
-        for outer_key in ("dtype", "torch_dtype", "quantization_config"):
-            if outer_key in config:
-                text[outer_key] = config[outer_key]
-        text |= nested
+        text |= {outer_key: config[outer_key] for outer_key in inherited}
+        text |= nested  # the language model's own values count
         ties = config.get("tie_word_embeddings")
         if isinstance(ties, bool):
             text["tie_word_embeddings"] = ties
@@ -220,8 +229,8 @@ def _text_config(config: ModelConfig) -> ModelConfig | None:
 
 
 def quant_method(config: ModelConfig) -> str | None:
-    """The quantisation of the weights, as a config names it; None if there is none, or if it has no
-    name.
+    """The quantisation of the weights, as a config names it; None if there is none, or if neither a
+    name nor a key of bitsandbytes says which.
     """
     quantization = config.get("quantization_config")
     table = quantization if isinstance(quantization, dict) else {}
@@ -235,14 +244,14 @@ def quant_method(config: ModelConfig) -> str | None:
 def refuse_quantization(quantization: object, label: str) -> BadInputError:
     """The error for quantised weights that transformers would load as if their codes were values.
 
-    quantization: the quantization_config.  label: names the checkpoint.
+    quantization: the quantization_config, of any type.  label: names the checkpoint.
     """
     table = quantization if isinstance(quantization, dict) else {}
     method = table.get("quant_method", quantization)
     if method == "mlx":
         return BadInputError(
-            f"{label} is of MLX's format, with {shown(table['bits'])} bits in groups of "
-            f"{shown(table['group_size'])}: ssdprof cannot load it.",
+            f"{label} is of MLX's format, with {shown(table.get('bits'))} bits in groups of "
+            f"{shown(table.get('group_size'))}: ssdprof cannot load it.",
             "Take the checkpoint that it was converted from: without mlx-community and without "
             "-4bit in its name.",
         )
@@ -289,7 +298,8 @@ def cut_config(
 def _convert_original(config: ModelConfig, where: str) -> ModelConfig:
     """The config of an original checkpoint, converted for transformers' Mamba2Config.
 
-    Raises BadInputError for Mamba-1, for other layers, and for options that transformers lacks.
+    Raises BadInputError for Mamba-1, for other layers, for options that transformers lacks, and for
+    sizes that are missing or no numbers.
     """
     ssm = config["ssm_cfg"]
     layer = ssm.get("layer", "Mamba1") if isinstance(ssm, dict) else None
@@ -304,14 +314,14 @@ def _convert_original(config: ModelConfig, where: str) -> ModelConfig:
             raise BadInputError(
                 f"{where} has {key} = {shown(config[key])}, which transformers' mamba2 model does "
                 "not support.",
-                "Choose a checkpoint without: state-spaces/mamba2-2.7b.",
+                "Choose another checkpoint, such as state-spaces/mamba2-2.7b.",
             )
     for key in sorted(set(ssm) - {*_SSM_SIZES, *_SSM_OPTIONS, *_SSM_WITHOUT_EFFECT}):
         if key not in _SSM_FIXED or ssm[key] is not _SSM_FIXED[key]:
             raise BadInputError(
                 f"{where} has {shown(key)} = {shown(ssm[key])} in ssm_cfg, which transformers' "
                 "mamba2 lacks.",
-                "ssdprof runs the model by transformers.",
+                "ssdprof runs the model by transformers.  Choose a checkpoint without this option.",
             )
     try:
         sizes = {key: ssm.get(key, default) for key, default in _SSM_SIZES.items()}

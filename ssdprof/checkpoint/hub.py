@@ -1,10 +1,9 @@
 """The files of a checkpoint: in a local folder, or on the hub, through the hub's own client.
 
 The client reads HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_HUB_OFFLINE itself, draws progress bars on
-stderr, and continues a broken download at the byte where it broke.
+stderr, and continues a broken download after the last chunk of 10 MiB that it stored.
 """
 
-import errno
 import logging
 import os
 import re
@@ -24,12 +23,14 @@ from ssdprof.checkpoint.names import KNOWN, shown
 from ssdprof.core.target import PlannedFile
 from ssdprof.core.words import size_words
 from ssdprof.errors import (
+    MACHINE_ERRNOS,
     BadInputError,
     MissingCapabilityError,
     ModelUnavailableError,
     SsdprofError,
     library_message,
     masked,
+    unreadable,
 )
 from ssdprof.files import unwritable
 
@@ -44,15 +45,15 @@ def _bad_settings(reason: str) -> BadInputError:
 
 
 def _check_timeouts() -> None:
-    """BadInputError for a timeout that is no number of seconds.  The client's own error does not
-    name the variable.
+    """BadInputError for a timeout that is no whole number of seconds.  The client's own error does
+    not name the variable.
     """
     for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
         value = os.environ.get(name, "")
         if value and not value.strip().isdecimal():
             raise BadInputError(
-                f"{name}={value!r} is not a number of seconds.",
-                f"Give a whole number, or run: unset {name}",
+                f"{name}={value!r} is not a whole number of seconds.",
+                f"Give one, or run: unset {name}",
             )
 
 
@@ -119,17 +120,19 @@ PAUSE_S = 0.5  # between two attempts
 # Errors that say that no server can be reached.  They are compared by name, because their classes
 # are httpx's or httpx2's.
 UNREACHABLE_ERROR_NAMES = ("ConnectError", "ConnectTimeout", "ProxyError")
-# The base of the HTTP library's errors: httpx's or httpx2's, depending on huggingface_hub.
+# The base of the HTTP library's errors: httpx's or httpx2's, depending on huggingface_hub.  It is
+# also a base of HfHubHTTPError, an answer of the hub.
 TRANSPORT_ERROR: type[Exception] = errors.HfHubHTTPError.__bases__[0]
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the start of a Git LFS pointer
 
 
 class Source:
-    """The files of a checkpoint in a local folder.  All errors that methods raise are SsdprofError.
+    """The files of a checkpoint in a local folder.  Each error that a method raises for them is an
+    SsdprofError.
 
     label: repo id or folder name, for messages.
     revision: commit hash on the hub; None for a folder.
-    complete: whether `sizes`, once read, has every file.
+    complete: False once `sizes` was read while the hub was unreachable, and may lack files.
     """
 
     revision: str | None = None
@@ -157,7 +160,11 @@ class Source:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """The size in bytes of every file, by name; broken symbolic links are left out."""
+        """The size in bytes of every file directly in the folder, by name.
+
+        Broken symbolic links are left out, and so are files in subfolders, which may hold other
+        checkpoints.  `cached` and `path` find them.
+        """
         try:
             return {
                 path.name: path.stat().st_size for path in self.folder.iterdir() if path.is_file()
@@ -175,7 +182,8 @@ class Source:
     def path(self, name: str) -> Path:
         """The path of the file `name` on this machine; `HubRepo` downloads it if necessary.
 
-        Raises ModelUnavailableError if there is no such file.
+        Raises ModelUnavailableError if there is no such file, and for a `HubRepo` other errors if
+        it cannot be downloaded: see `_in_our_words`.
         """
         if not self.cached(name):
             raise ModelUnavailableError(
@@ -189,8 +197,8 @@ class Source:
         The file is not downloaded for it.  After a download the header is read again, from the
         file on this machine.
 
-        Raises ModelUnavailableError if the file is truncated or corrupt: its length must be the one
-        that its header says.
+        Raises what `path` raises, and what `broken_file` returns if the header cannot be parsed, or
+        if the length of a file on this machine is not the one that its header says.
         """
         key = (name, self.cached(name))
         if key not in self._headers:
@@ -222,18 +230,19 @@ class Source:
 
     def inner_checkpoints(self) -> str:
         """A hint that names the folders of checkpoints in this one, such as those of a training
-        run, newest first; empty if there are none.
+        run, with the highest numbers first; empty if there are none.
         """
         configs = (*self.folder.glob(f"*/{CONFIG}"), *self.folder.glob(f"*/*/{CONFIG}"))
-        newest = sorted((path.parent for path in configs), key=_natural, reverse=True)
-        names = ", ".join(map(str, newest[:_MOST_FOLDERS_IN_HINT]))
-        return f"Name a checkpoint inside: {names}." if newest else ""
+        folders = sorted((path.parent for path in configs), key=_natural, reverse=True)
+        names = ", ".join(map(str, folders[:_MOST_FOLDERS_IN_HINT]))
+        return f"Name a checkpoint inside: {names}." if folders else ""
 
     def planned(self, name: str) -> PlannedFile:
         """The file `name`, as a dry run shows it."""
         size = self.sizes.get(name)
         if size is None:
-            # The hub was not reached: the file is cached, or the request for it raises the error.
+            # The file is in a subfolder, or the hub was not reached: then it is cached, or the
+            # request for it raises the error.
             size = self.path(name).stat().st_size
         return PlannedFile(name=name, size_bytes=size, cached=self.cached(name))
 
@@ -246,17 +255,35 @@ def _natural(path: Path) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdecimal() else (0, part) for part in parts)
 
 
-def broken_file(path: Path, name: str, error: Exception) -> ModelUnavailableError:
-    """The error for a weights file that cannot be read: it is a Git LFS pointer, or damaged."""
-    with path.open("rb") as file:
-        is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+def fetch_again(path: Path) -> str:
+    """The hint for a damaged file.
+
+    In the hub's cache, `path` is a link.  The client would link the same damaged file again if only
+    the link were deleted, so the hint names the file itself.
+    """
+    return f"Delete it and fetch it again: {path.resolve()}"
+
+
+def broken_file(path: Path, name: str, error: Exception) -> SsdprofError:
+    """The error for a weights file that could not be parsed.
+
+    It is MissingCapabilityError if the user has no permission to read the file, else
+    ModelUnavailableError: the file is a Git LFS pointer, or damaged.
+
+    name: of the file, for the message.  error: of the parser.
+    """
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError as reason:
+        return unreadable(name, reason, fetch_again(path))
     if is_pointer:
         return ModelUnavailableError(
             f"{name} is a Git LFS pointer, not the weights.", "Run `git lfs pull` in the folder."
         )
     return ModelUnavailableError(
         f"{name} is truncated or corrupt ({path.stat().st_size} bytes): {library_message(error)}.",
-        f"Delete it and fetch it again: {path}",
+        fetch_again(path),
     )
 
 
@@ -266,9 +293,11 @@ def broken_file(path: Path, name: str, error: Exception) -> ModelUnavailableErro
 def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
     """The repo id, and the revision, which is None if the user named none.
 
-    typed: "org/name", "org/name@v1" or "https://huggingface.co/org/name/tree/v1".  A known repo is
-    found with any capitalisation.  revision: the value of --revision.
-    Raises BadInputError for an address without a repo, and for two different revisions.
+    typed: "org/name", "org/name@v1", or an address with "://", such as
+        "https://huggingface.co/org/name/tree/v1", whose path in the repo is ignored.  A known repo
+        is found with any capitalisation.
+    revision: the value of --revision.
+    Raises BadInputError for an address of no model, and for two different revisions.
     """
     if "://" in typed:
         try:
@@ -304,9 +333,10 @@ class HubRepo(Source):
         revision: a branch, tag, commit or refs/pr/N; None: the main branch.
         first: the file, a small one that any repo of this kind has.
 
-        Raises ModelUnavailableError if the repo or the revision does not exist, if the repo is
-        gated, and if the hub is unreachable and the file is not cached.
+        Raises ModelUnavailableError if the repo or the revision does not exist, if this user has no
+        access to the repo, and if the hub is unreachable or fails and the file is not cached.
         Raises BadInputError for text that is no repo id, and for a repo without `first`.
+        Raises MissingCapabilityError if the cache cannot be written.
         """
         self._api = api()
         with _hub_errors(repo_id, revision):
@@ -320,7 +350,8 @@ class HubRepo(Source):
             except errors.RemoteEntryNotFoundError:
                 raise BadInputError(
                     f"{repo_id} has no {first}.",
-                    "It is not in transformers' format; repos with only GGUF files are not.",
+                    "A repo in transformers' format has it; repos with only GGUF files or an "
+                    "adapter do not.",
                 ) from None
             except errors.HfHubHTTPError:  # an answer of the hub; a subclass of TRANSPORT_ERROR
                 raise
@@ -334,8 +365,8 @@ class HubRepo(Source):
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """The size in bytes of every file, by name; if the hub is unreachable, only of cached
-        files (see `complete`).
+        """The size in bytes of every file, by its path in the repo; if the hub is unreachable or
+        answers with an error of its own, only of cached files (see `complete`).
         """
         with _hub_errors(self.label, self.revision):
             try:
@@ -429,20 +460,19 @@ def _resumed(ask: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
 
 @contextmanager
 def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[None]:
-    """Turn errors of the hub's client in the block into SsdprofError, with theirs as the cause.
+    """Turn errors of the hub's client in the block into SsdprofError, with theirs as the cause,
+    except for an invalid address, which may hold a password.
 
     file: the requested file, for messages; empty: the request was for none.
     """
     try:
         yield
-    except SsdprofError:
-        raise
-    except (errors.HfHubHTTPError, TRANSPORT_ERROR, ImportError, ValueError, OSError) as error:
+    except (TRANSPORT_ERROR, ImportError, ValueError, OSError) as error:
         raise _in_our_words(error, repo_id, revision, file) from error
     except Exception as error:
         if type(error).__name__ != "InvalidURL":  # of httpx or of httpx2
             raise
-        raise _bad_settings("an address is not one") from None
+        raise _bad_settings("an address is invalid") from None
 
 
 def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: str) -> SsdprofError:
@@ -461,6 +491,9 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
             )
         case errors.LocalEntryNotFoundError() | errors.OfflineModeIsEnabled():
             return _out_of_reach(repo_id, error.__cause__)
+        case errors.RemoteEntryNotFoundError():
+            what = f"{repo_id} has no {file}."
+            hint = "The repo is incomplete at this revision; choose another one."
         case errors.HfHubHTTPError():
             status = error.response.status_code
             what = f"The hub answered {status} for {f'{repo_id}/{file}'.rstrip('/')}."
@@ -473,11 +506,7 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
             )
         case ValueError():
             return _bad_settings(text)
-        case OSError() if error.filename is not None or error.errno in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EACCES,
-        ):
+        case OSError() if error.filename is not None or error.errno in MACHINE_ERRNOS:
             cannot = unwritable(Path(error.filename or constants.HF_HUB_CACHE), error)
             cannot.hint = (
                 "The hub's cache is there: make room, check its permissions, or set HF_HOME to "
@@ -512,9 +541,10 @@ def _no_access(repo_id: str, *, is_gated: bool) -> ModelUnavailableError:
 
 
 def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailableError:
-    """The error for a file that is not cached while the hub is unreachable.
+    """The error for a file that is not cached while the hub is unreachable or fails.
 
-    The hint names at most 20 cached models.  cause: the error of the request; None: there was none.
+    The hint names at most 20 other models of which files are cached.
+    cause: the error of the request; None: there was none.
     """
     if is_offline_mode():
         reason = "HF_HUB_OFFLINE is set"
@@ -525,14 +555,15 @@ def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailable
         reason = f"the hub at {api().endpoint} cannot be reached{details}"
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
-        cached = sorted(repo.repo_id for repo in repos if repo.repo_type == "model")[:20]
+        cached = {repo.repo_id for repo in repos if repo.repo_type == "model"}
     except errors.CacheNotFound:
-        cached = []
+        cached = set()
     degree = "only partly" if repo_id in cached else "not"
-    remedy = "unset HF_HUB_OFFLINE" if is_offline_mode() else "check the network"
-    hint = f"The cache is empty: {remedy}, or use demo."
-    if cached:
-        hint = f"In the cache: {', '.join(cached)}."
+    remedy = "Unset HF_HUB_OFFLINE" if is_offline_mode() else "Check the network"
+    hint = f"{remedy}, or use demo."
+    others = sorted(cached - {repo_id})[:20]
+    if others:
+        hint = f"{remedy}, or use a model in the cache: {', '.join(others)}."
     return ModelUnavailableError(f"{repo_id} is {degree} in the cache, and {reason}.", hint)
 
 
@@ -542,9 +573,7 @@ def _revisions_hint(repo_id: str) -> str:
     """
     try:
         refs = api().list_repo_refs(repo_id)
-    except (errors.HfHubHTTPError, TRANSPORT_ERROR):
+    except TRANSPORT_ERROR:
         return f"See the branches and tags at {api().endpoint}/{repo_id}/tree/main."
     names = [ref.name for ref in (*refs.branches, *refs.tags)]
-    if not names:
-        return "It has no branches or tags."
-    return f"Branches and tags: {', '.join(names[:20])}."
+    return f"Branches and tags: {', '.join(names[:20]) or 'none'}."

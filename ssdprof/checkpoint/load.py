@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import multimode
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -38,9 +39,11 @@ from ssdprof.checkpoint.meta import (
 from ssdprof.checkpoint.model import Model
 from ssdprof.checkpoint.names import shown
 from ssdprof.checkpoint.weights import FLOATS, INDEX, layer_index
+from ssdprof.core.base import grouped
 from ssdprof.core.target import DECODED_ON_LOAD, Allocation
 from ssdprof.core.words import size_words, words
 from ssdprof.errors import BadInputError, MissingCapabilityError, ModelUnavailableError
+from ssdprof.files import why
 from ssdprof.operators.late import lazy
 
 if TYPE_CHECKING:
@@ -48,9 +51,10 @@ if TYPE_CHECKING:
 
 finegrained_fp8 = lazy("transformers.integrations.finegrained_fp8")
 DType = torch.dtype | Literal["auto"]
-StoredWeights = Mapping[str, TensorInfo]  # weights by their stored key
-# How stored weights fit a model: renamings of stored keys that transformers does not know, and the
-# parameters to which each key contributes.
+StoredWeights = Mapping[str, TensorInfo]  # stored key -> description of the tensor
+# How stored weights fit a model: renamings that transformers does not know, as its `key_mapping`
+# takes them (pattern of a stored key -> replacement), and the parameters to which each key
+# contributes.
 Fit = tuple[dict[str, str], Destinations]
 Device = int | str  # the index of a GPU, "cpu" or "disk"
 DeviceMap = Mapping[str, Device]  # path of a module -> the device of it and its submodules
@@ -58,12 +62,15 @@ REWRITTEN = "rewritten"  # folder of streamed weights that transformers has conv
 _HEAD = "lm_head.weight"
 # keys of heads that predict no tokens
 _OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|summary)\.")
-_MOST_COMPUTED = 1 << 24  # elements of computed tables, such as frequencies of positions
+# Elements of computed tables, such as frequencies of positions: a damaged config can make them fill
+# the memory.  Real ones have a few thousand elements.
+_MOST_COMPUTED = 1 << 24
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXACT = ("F32", "F64")  # dtypes in safetensors with at least the precision of fp32
 # files in which the first releases of GPTQ and AWQ described the quantisation
 _QUANTISERS = ("quantize_config.json", "quant_config.json")
-# Parameters of the operators.  They stay in fp32 if a checkpoint of 16-bit weights has them so.
+# Parameters of the operators.  If they are stored in fp32 or fp64, they are loaded in fp32, in
+# whatever dtype the other weights are.
 _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 
 
@@ -71,12 +78,11 @@ _OPERATOR_PARAMETERS = ("A_log", "D", "dt_bias")
 class LocalCheckpoint:
     """A checkpoint on this machine, cut to its first decoder layers.
 
-    folder: a temporary folder, which is deleted with this object.  transformers can load it, except
-        for a checkpoint of the original format, which `load_model` reads.  Its config names no
-        remote code and no vision tower.
+    folder: a temporary folder, from which `load_model` loads the model, and which is deleted with
+        this object.  Its config names no remote code and no vision tower.
     empty: the model on the meta device, with the language-model head if that was fetched.
     fit: how the weights fit the model; None for a pickle, which has no header.
-    tensors: the headers of the weights; None for a pickle.
+    tensors: descriptions of the weights, from the headers; None for a pickle.
     """
 
     model: Model
@@ -91,7 +97,7 @@ def fetch_tokenizer(model: Model) -> Source | None:
     there is no tokenizer.
 
     It is small, and with it an invalid prompt is found before the weights are downloaded.
-    Raises what `fetch` raises.
+    Raises what `Model.tokenizer_source` and `Source.path` raise.
     """
     source = model.tokenizer_source
     if source is not None:
@@ -112,11 +118,13 @@ def fetch(
     deepest_layer: None: all layers.  head: also the language-model head.
     progress: called with one line before a download; the hub's client draws its bars on stderr.
 
-    Raises BadInputError if transformers cannot use the config, or if the weights do not fit it;
-    both are checked before any large download.
+    Raises BadInputError if transformers cannot use the config, or if the weights do not fit it.
+    Both are checked before any large download, except for buffers, for a pickle and for quantised
+    weights that transformers does not decode on loading: `load_model` checks how those fit.
     Raises ModelUnavailableError if a file is not available, is truncated or corrupt, or lacks
     weights that it should have.
-    Raises MissingCapabilityError if the disk has no room, or may not be written.
+    Raises MissingCapabilityError if the disk has no room, if a file may not be read or written, or
+    if transformers cannot load the quantisation on this machine.
     """
     repo_id = model.source.label
     weights = model.part(deepest_layer, head=head)
@@ -128,34 +136,37 @@ def fetch(
         config = model.load_config(weights.depth, model.dtype)
         # json writes an infinity as Infinity, as the configs of checkpoints have it
         (local.folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        files, size = check_space(model, deepest_layer, head=head)
-        if files and progress is not None:
-            progress(f"Downloading {files} files, {size_words(size)}, of {repo_id}")
+        file_count, size = check_space(model, deepest_layer, head=head)
+        if file_count and progress is not None:
+            progress(f"Downloading {file_count} files, {size_words(size)}, of {repo_id}")
 
-        paths = {name: model.source.path(name) for name in weights.files}
-        local.tensors = None if weights.pickled else weights.tensors
-        for name, path in paths.items():
+        for name in weights.files:
+            path = model.source.path(name)
             target = local.folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             # transformers would take the last copy of a tensor, whatever the index says
-            misplaced = set() if weights.pickled else weights.misplaced(name)
+            misplaced = weights.misplaced(name)
             if misplaced:
                 _copy_without(path, misplaced, target)
             else:
                 target.symlink_to(path.resolve())
+        local.tensors = None if weights.pickled else weights.tensors
         if weights.shards is not None:
             index = {"metadata": {}, "weight_map": weights.needed_shards}
             (local.folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise MissingCapabilityError(
-            f"The temporary folder for {repo_id} cannot be written: {error.strerror or error}.",
+            f"The temporary folder for {repo_id} cannot be written: {why(error)}.",
             "Make room there or set TMPDIR to another folder.",
         ) from None
     return local
 
 
 def _copy_without(path: Path, left_out: set[str], target: Path) -> None:
-    """Copy a safetensors file without the tensors in `left_out`."""
+    """Copy a safetensors file without the tensors in `left_out`.
+
+    Raises OSError or SafetensorError if the copy cannot be written.
+    """
     with safe_open(path, framework="pt", device="cpu") as opened:
         kept = sorted(set(opened.keys()) - left_out)
         tensors = {key: opened.get_tensor(key) for key in kept}
@@ -165,23 +176,25 @@ def _copy_without(path: Path, left_out: set[str], target: Path) -> None:
 def check_space(
     model: Model, deepest_layer: int | None = None, *, head: bool = False
 ) -> tuple[int, int]:
-    """The number of files that `fetch` would download, and their bytes.
+    """The number of files that `fetch` and `fetch_tokenizer` would download, and their bytes.
 
-    MissingCapabilityError unless the hub's cache has room for them.
+    MissingCapabilityError unless the hub's cache has room for them.  For a local folder, whose
+    tokenizer may be on the hub, the room is not checked.
     """
     to_download = [file for file in model.files(deepest_layer, head=head) if not file.cached]
-    need = sum(file.size_bytes for file in to_download)
+    need_bytes = sum(file.size_bytes for file in to_download)
     if to_download and isinstance(model.source, HubRepo):
-        model.source.check_space(need)
-    return len(to_download), need
+        model.source.check_space(need_bytes)
+    return len(to_download), need_bytes
 
 
 def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = False) -> None:
     """Raise, before a download, the error of `fetch` or `load_model` for a full disk, or for
     weights that do not fit the config.
 
-    If all files are on this machine, the model is loaded on the meta device.  If one is not, or the
-    weights are quantised, only the headers are read.
+    If all files of `Model.files` are on this machine, the model is loaded on the meta device.  If
+    one is not, or the weights are quantised, only the headers are read.  Then the weights of a
+    pickle, and of a quantisation outside of `DECODED_ON_LOAD`, are not compared with the config.
     """
     file_count, _ = check_space(model, deepest_layer, head=head)
     if file_count or model.quantization is not None:
@@ -193,16 +206,15 @@ def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = 
 def _check_fit(
     model: Model, deepest_layer: int | None, *, head: bool
 ) -> tuple[PreTrainedModel, Fit | None]:
-    """The model on the meta device, and how the weights fit it by their headers; None for a pickle.
+    """The model on the meta device, and how the weights fit it by their headers; None instead of
+    the latter for a pickle.
 
     Raises the error of `fetch` for a config that transformers cannot use, and for weights that do
     not fit it.
     """
     empty = model.cut_on_meta(deepest_layer=deepest_layer, head=head)
     weights = model.part(deepest_layer, head=head)
-    if weights.pickled:
-        return empty, None
-    return empty, _fit(model, weights.tensors, empty)
+    return empty, None if weights.pickled else _fit(model, weights.tensors, empty)
 
 
 # --- loading
@@ -218,14 +230,16 @@ def load_model(
     """The checkpoint's base model with the decoder layers of `local`, on `device`, in eval mode;
     with its language-model head if that was fetched.
 
-    dtype: the dtype of the weights; "auto": the checkpoint's own.
+    dtype: the dtype of the weights; "auto": the checkpoint's own.  The operator's A_log, D and
+        dt_bias are in fp32 nevertheless if they are stored in fp32 or fp64.
     device_map: the device of every module, from `infer_devices`; None: `device`.  Weights on the
         disk are read from `local` as long as the model runs.
 
-    Raises BadInputError for a config that transformers refuses or that describes more parameters
-    than there are weights, and for a pickle with other objects than tensors.
-    Raises ModelUnavailableError if weights are missing, and MissingCapabilityError if a package
-    that decodes the quantisation is not installed.
+    Raises BadInputError for a config that transformers refuses, for weights that do not fit it, and
+    for a pickle with other objects than tensors.
+    Raises ModelUnavailableError if weights are missing or a pickle is damaged, and
+    MissingCapabilityError if a package that decodes the quantisation is not installed or the memory
+    is full.
     """
     device = torch.device(device)
     with quiet_transformers():
@@ -240,8 +254,10 @@ def load_model(
 def _fit(model: Model, stored: StoredWeights, empty: PreTrainedModel) -> Fit:
     """How the stored weights fit the model.  empty: the model on the meta device.
 
-    Raises, before anything is allocated, an error for a weight that is missing, has another shape
-    or is stored as codes, and for a config that describes more parameters than there are weights.
+    Raises, before anything is allocated, an error for a weight that is missing, stored twice or
+    stored as codes, for one that becomes a parameter as it is and has another shape, for a config
+    that describes more parameters than there are weights, and for one that describes huge tables.
+    The weights of a quantisation outside of `DECODED_ON_LOAD` are not checked.
     """
     label = model.source.label
     renamings = _renamings(model)
@@ -250,17 +266,29 @@ def _fit(model: Model, stored: StoredWeights, empty: PreTrainedModel) -> Fit:
         return renamings, places  # packed weights have other shapes, and no dtype of their own
     _refuse_classifier(label, stored, empty)
     lost = missing(empty, places)
-    if lost and (wrappers := _wrappers(stored.keys() - places.keys(), empty)):
+    if lost and (wrappers := _wrappers(stored.keys() - places.keys(), lost, empty)):
         renamings |= wrappers
         places = destinations(empty, stored, renamings)
         lost = missing(empty, places)
-    _refuse_codes(model, stored, places.keys(), lost)
+    decoded = {}
+    if model.quantization is not None:
+        decoded = destinations(empty, stored, renamings, decoded=True)
+    _refuse_codes(model, stored, places, lost, decoded)
     _refuse_missing(model, lost, stored.keys() - places.keys())
     parameters = dict(empty.named_parameters(remove_duplicate=False))
+    key_of: dict[str, str] = {}  # name of a parameter -> key of the weight that it becomes as it is
     for key, (parameter_names, is_whole) in sorted(places.items()):
-        parameter = parameters.get(parameter_names[0]) if is_whole else None
-        if parameter is not None and list(parameter.shape) != stored[key].shape:
-            raise _other_shape(label, key, stored[key].shape, parameter.shape)
+        if not is_whole:
+            continue
+        name = parameter_names[0]
+        if name in key_of:
+            raise BadInputError(
+                f"{label} has two weights for {name}: {shown(key_of[name])} and {shown(key)}.",
+                "Remove the one that is not meant, or take another revision.",
+            )
+        key_of[name] = key
+        if name in parameters and list(parameters[name].shape) != stored[key].shape:
+            raise _other_shape(label, key, stored[key].shape, parameters[name].shape)
     described = sum(parameter.numel() for parameter in empty.parameters())
     stored_count = sum(tensor.parameter_count for tensor in stored.values())
     if described > stored_count:
@@ -280,11 +308,11 @@ def _fit(model: Model, stored: StoredWeights, empty: PreTrainedModel) -> Fit:
 
 
 def _renamings(model: Model) -> dict[str, str]:
-    """Renamings of stored keys that transformers does not know: ModelOpt's scales, and the
-    embedding of the original Mamba-2 checkpoints.
+    """Renamings of stored keys that transformers does not know: scales as ModelOpt names them, and
+    the embedding of the original Mamba-2 checkpoints.
     """
     renamings: dict[str, str] = {}
-    if model.quantization == "fp8":
+    if model.quantization in DECODED_ON_LOAD:
         renamings[r"\.weight_scale$"] = ".weight_scale_inv"
     if model.model_type == "mamba2":
         renamings[r"\bembedding\."] = "embeddings."
@@ -292,19 +320,24 @@ def _renamings(model: Model) -> dict[str, str]:
 
 
 def _refuse_codes(
-    model: Model, stored: StoredWeights, known: Collection[str], lost: Iterable[str]
+    model: Model,
+    stored: StoredWeights,
+    places: Destinations,
+    lost: Iterable[str],
+    decoded: Destinations,
 ) -> None:
     """BadInputError for weights that are stored as codes, in integers or in 8 bits and less, if no
     scale or no quantisation says how to decode them.
 
     Tensors that are no weights of the model may have any dtype.
-    known: stored keys of the model's parameters.  lost: parameters without a stored key, whose
-    codes may have another name.
+    places: the destinations of stored weights.  lost: names of parameters without a stored key;
+    codes in the module of one are taken for it, because they may have another name.
+    decoded: the destinations of weights and scales that transformers decodes.
     """
     modules = {_module(name) for name in lost}
     for name, tensor in stored.items():
-        is_code = tensor.dtype not in FLOATS and not _is_scaled(model, name, stored)
-        if is_code and (name in known or _module(name) in modules):
+        is_code = tensor.dtype not in FLOATS and not _is_scaled(name, stored, decoded)
+        if is_code and (name in places or _module(name) in modules):
             raise _undecodable(model, name, tensor.dtype)
 
 
@@ -313,7 +346,7 @@ def _undecodable(model: Model, name: str, dtype: str) -> BadInputError:
     quantisers = [file for file in _QUANTISERS if file in model.source.sizes]
     reason = "its config names no quantisation"
     if model.quantization:
-        reason = f"has no {model.quantization} scale for it"
+        reason = f"has no {model.quantization} scale with which transformers decodes it"
     elif quantisers:
         reason += f"; {quantisers[0]} does, in a format that ssdprof cannot load"
     hint = "Take the config.json that came with these weights, or the unquantised checkpoint."
@@ -324,16 +357,25 @@ def _undecodable(model: Model, name: str, dtype: str) -> BadInputError:
     )
 
 
-def _is_scaled(model: Model, name: str, stored: StoredWeights) -> bool:
-    """Whether the tensor `name` is a scale, or has one with which transformers decodes it."""
-    if model.quantization is None:
+def _is_scaled(name: str, stored: StoredWeights, decoded: Destinations) -> bool:
+    """Whether the tensor `name` is a scale, or has one with which transformers decodes it.
+
+    decoded: see `_refuse_codes`; empty without a quantisation.
+    """
+    if name not in decoded:
         return False
     if "scale" in name:
         return True
     layer = name.removesuffix("weight")
     scales = {f"{name}_scale", f"{name}_scale_inv", f"{layer}scale", f"{layer}qscale_weight"}
-    shapes = [stored[scale].shape for scale in scales & stored.keys()]
-    # one scale for the tensor, or one for each block, but not one for each row
+    # transformers may rename the weight only.  Then it takes the codes as values.
+    shapes = [
+        stored[scale].shape
+        for scale in scales & decoded.keys()
+        if decoded[scale][0] == decoded[name][0]
+    ]
+    # One scale for the tensor, or a matrix with one for each block.  transformers would misread a
+    # vector with one for each row, and take codes in U8 as values.
     has_scale = any(shape in ([], [1]) or len(shape) > 1 for shape in shapes)
     return has_scale and stored[name].dtype != "U8"
 
@@ -358,19 +400,19 @@ def _refuse_classifier(label: str, keys: Iterable[str], empty: PreTrainedModel) 
         )
 
 
-def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
+def _wrappers(keys: Iterable[str], lost: set[str], model: PreTrainedModel) -> dict[str, str]:
     """Renamings that remove the names that wrappers of a model have put into stored keys.
 
     Such names are "_orig_mod" and the like, anywhere in a key, and a prefix before the layers.
-    keys: the stored keys that transformers ignores.
+    keys: the stored keys that transformers ignores.  lost: parameters without a stored key.
     """
     parameters = [name for name, _ in model.named_parameters()]
-    known = set(".".join(parameters).split("."))
+    own_parts = set(".".join(parameters).split("."))
     most: Counter[str] = Counter()  # name of a wrapper -> how often it is in one key, at most
     stripped = set()  # the keys without these names
     for key in keys:
         path = key.split(".")
-        wrappers = [part for part in path[:-1] if part.startswith("_") and part not in known]
+        wrappers = [part for part in path[:-1] if part.startswith("_") and part not in own_parts]
         most |= Counter(wrappers)
         stripped.add(".".join(part for part in path if part not in wrappers))
     # transformers applies each renaming once to a key.  A name that occurs several times needs
@@ -379,36 +421,50 @@ def _wrappers(keys: Iterable[str], model: PreTrainedModel) -> dict[str, str]:
     for wrapper, times in most.items():
         for number in range(times):
             renamings[rf"{re.escape(wrapper)}\.(?#{number})"] = ""
-    return renamings | _prefix_renaming(parameters, stripped)
+    return renamings | _prefix_renaming(parameters, lost, stripped)
 
 
-def _prefix_renaming(parameters: Iterable[str], keys: Collection[str]) -> dict[str, str]:
-    """A renaming that replaces the prefix of stored keys by that of the model's parameters; empty
-    if no key is a parameter of layer 0 with another prefix.
+def _prefix_renaming(
+    parameters: Iterable[str], lost: set[str], keys: Iterable[str]
+) -> dict[str, str]:
+    """A renaming that replaces the prefix of stored keys by that of the model's parameters.
+
+    The prefix is the one with which most parameters of layers are stored.  The renaming is empty if
+    there is none, if it is the model's, or if two are equally frequent, of which either could be
+    the language model's.  It is empty, too, if any parameter of a layer is not lost: then keys with
+    another prefix belong to another model, such as a draft model.
+
+    keys: without the names that wrappers have put between the parts of a path.
     """
-    for name in parameters:
-        own_prefix, separator, path = name.partition("layers.")
-        if not separator or not path.startswith("0."):
-            continue
-        for key in keys:
-            if not key.endswith(separator + path):
-                continue
-            prefix = key.removesuffix(separator + path)
-            if prefix == own_prefix:
-                continue
-            if prefix.endswith(own_prefix):
-                # "wrap.model." where the model has "model.": the head is inside the wrapper, too,
-                # so that "wrap." is removed from every key
-                return {f"^{re.escape(prefix.removesuffix(own_prefix))}": ""}
-            # "backbone." where the model has "model."
-            return {f"^{re.escape(prefix)}": own_prefix}
-    return {}
+    in_layers = [name for name in parameters if "layers." in name]
+    if not lost.issuperset(in_layers):
+        return {}
+    own_prefix = in_layers[0].partition("layers.")[0]
+    paths = {name.removeprefix(own_prefix) for name in in_layers}  # from "layers." on
+    prefixes: list[str] = []  # of each key that has one of these paths
+    for key in keys:
+        prefix, separator, path = key.partition("layers.")
+        if separator + path in paths:
+            prefixes.append(prefix)
+    likeliest = multimode(prefixes)
+    if len(likeliest) != 1 or own_prefix in likeliest:
+        return {}
+    prefix = likeliest[0]
+    if prefix.endswith(own_prefix):
+        # "wrap.model." where the model has "model.": the head is inside the wrapper, too, so that
+        # "wrap." is removed from every key
+        return {f"^{re.escape(prefix.removesuffix(own_prefix))}": ""}
+    # "backbone." where the model has "model."
+    return {f"^{re.escape(prefix)}": own_prefix}
 
 
 def _load(
     local: LocalCheckpoint, dtype: DType, device_map: Mapping[str, int | str | torch.device] | None
 ) -> PreTrainedModel:
-    """The model, loaded by transformers; see `load_model`."""
+    """The model, loaded by transformers; see `load_model`.
+
+    device_map: as transformers takes it; None: on the CPU.
+    """
     model = local.model
     empty = local.empty
     model_class = type(empty)
@@ -458,7 +514,7 @@ def _load(
 def _in_fp32(model_class: type[PreTrainedModel], names: Collection[str]) -> Iterator[None]:
     """While the context is open, transformers loads these parameters in fp32, on any device.
 
-    Otherwise it would round them to the dtype of the weights.
+    Otherwise they would get the dtype of the other weights.  names: of parameters of `model_class`.
     """
     post_init = model_class.post_init
 
@@ -479,8 +535,8 @@ def _in_fp32(model_class: type[PreTrainedModel], names: Collection[str]) -> Iter
 def _whole_blocks() -> Iterator[None]:
     """While the context is open, transformers decodes FP8 weights whose last block is cut off.
 
-    Such a weight is padded to whole blocks.  transformers itself would divide it into blocks of
-    equal sizes, to which the scales do not belong.
+    Such a weight is padded to whole blocks.  transformers itself would divide it into as many equal
+    blocks as there are scales, which do not belong to these blocks, or refuse it.
     """
     dequantizer = finegrained_fp8.Fp8Dequantize
     decode = dequantizer._dequantize_one
@@ -488,9 +544,10 @@ def _whole_blocks() -> Iterator[None]:
     def decode_blocks(
         self: Any, codes: Tensor, scales: Tensor, *rest: object, **options: object
     ) -> object:
-        """Decode one weight, (..., rows, columns).
+        """Decode one weight, in place of transformers' method.
 
         codes: (..., rows, columns).  scales: (..., blocks of rows, blocks of columns).
+        Returns the weight, (..., rows, columns).
         Raises ValueError, as transformers does, if the scales do not fit the codes.
         """
         block = self.hf_quantizer.quantization_config.weight_block_size
@@ -521,7 +578,8 @@ def _whole_blocks() -> Iterator[None]:
 def unpickled(path: Path) -> Any:
     """The object that torch.save has written to a file, on the CPU.  No code in it is executed.
 
-    Raises errors of any class for a damaged file.
+    Raises pickle.UnpicklingError for an object of a class that torch does not allow, and errors of
+    any class, that one included, for a damaged file or one in the format before torch 1.6.
     """
     with zipfile.ZipFile(path) as archive:  # torch.load does not compare the checksums
         if damaged := archive.testzip():
@@ -531,10 +589,10 @@ def unpickled(path: Path) -> Any:
 
 
 def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
-    """The tensors of floats in the checkpoint's pickle, by stored name.
+    """The tensors of floats in the checkpoint's pickle, by stored name.  Other entries are ignored.
 
-    Raises BadInputError if a weight of the model is no such tensor, and ModelUnavailableError for a
-    damaged file.
+    Raises BadInputError if a weight of the model is no such tensor, if the pickle holds no tensor
+    of floats, a name that is no text, or code, and ModelUnavailableError for a damaged file.
     """
     path = local.folder / PICKLE
     label = local.model.source.label
@@ -547,7 +605,7 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
             "refs/pr/1.",
         ) from None
     except Exception as error:  # torch raises errors of any class for a damaged file
-        raise broken_file(path.resolve(), PICKLE, error) from None
+        raise broken_file(path, PICKLE, error) from None
     entries = content if isinstance(content, dict) else {"": content}
     for name in entries:
         if not isinstance(name, str):
@@ -557,7 +615,7 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
             )
     weights = {name: entry for name, entry in entries.items() if _is_dense(entry)}
     others = sorted(entries.keys() - weights.keys())
-    # Other entries are ignored, unless one has the name of a weight, or no entry is a tensor.
+    # An entry with the name of a weight must not be ignored, and without a tensor none is.
     damaged = list(destinations(local.empty, others, _renamings(local.model)))
     if not weights and not damaged:
         damaged = others
@@ -570,7 +628,7 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
 
 
 def _is_dense(entry: object) -> bool:
-    """Whether an entry of a pickle is a strided tensor of floats that has values."""
+    """Whether an entry of a pickle is a strided tensor of floats, also of 8 bits, with values."""
     return (
         isinstance(entry, Tensor)
         and entry.layout == torch.strided
@@ -584,24 +642,24 @@ def _described(tensor: Tensor) -> TensorInfo:
     codes = {getattr(torch, name): code for code, name in FLOATS.items()}
     # Any other dtype gets torch's name for it, with which `_refuse_codes` refuses it.
     code = codes.get(tensor.dtype, str(tensor.dtype))
-    shape = list(tensor.shape)
-    offsets = (0, tensor.nbytes)
-    return TensorInfo(code, shape, offsets)  # type: ignore[arg-type]
+    return TensorInfo(code, list(tensor.shape), (0, tensor.nbytes))  # type: ignore[arg-type]
 
 
 def _refuse_missing(model: Model, lost: set[str], unused: Iterable[str]) -> None:
     """Raise an error for missing weights, which transformers would replace by random ones.
 
-    lost: names of parameters without weights.  unused: stored keys that belong to no parameter; if
-    one of them resembles a lost name, the message says why the names differ.
+    lost: names of parameters and buffers without weights; if there are none, there is no error.
+    unused: stored keys that belong to no parameter.  If one of them resembles a lost name in the
+    first layer that has any, the message says why the names differ.
     """
     label = model.source.label
-    in_layers = [name for name in sorted(lost) if "layers." in name]
-    for name, key in product(in_layers, sorted(unused)):
+    in_layers = grouped([name for name in sorted(lost) if "layers." in name], layer_index)
+    # The first layer suffices: a mixture of experts may have 100,000 keys to compare with.
+    for name, key in product(next(iter(in_layers.values()), ()), sorted(unused)):
         if ".base_layer." in key and _wraps(key, name):
             reason = "an adapter was not merged"
         elif _wraps(key, name):
-            reason = "it was saved in a wrapper"
+            reason = "it was saved in a wrapper, or belongs to another model"
         elif _place(key) == _place(name):
             reason = "it has the names of another library or model type"
         else:
@@ -627,7 +685,8 @@ def _refuse_missing(model: Model, lost: set[str], unused: Iterable[str]) -> None
 
 def _wraps(key: str, name: str) -> bool:
     """Whether a stored key has all parts of a parameter's path, from "layers." on, in their order,
-    perhaps with other parts between: "model.layers.0.base_layer.norm" wraps "layers.0.norm".
+    perhaps with other parts between or around: "model.layers.0.base_layer.norm" wraps
+    "layers.0.norm".
     """
     remaining = iter(key.split("."))  # `in` consumes the parts up to the one that it finds
     return all(part in remaining for part in name[name.index("layers.") :].split("."))
@@ -658,13 +717,15 @@ def _other_shape(
 def infer_devices(model: PreTrainedModel, room: Mapping[Device, int]) -> DeviceMap | None:
     """A device for each module of `model`, which is on the meta device, by accelerate.
 
-    The devices of `room` are filled in its order.  Decoder layers stay whole.  When the model runs,
-    accelerate brings the weights of a module that is not on a GPU to the first device, just before
-    the module is computed there.
+    accelerate fills the GPUs by index, then main memory, then the disk.  Decoder layers stay whole.
+    When the model runs, accelerate brings the weights of a module that is not on a GPU to the first
+    device, just before the module is computed there.
 
-    room: bytes for weights on each device.  The first device is where the model begins.  If "disk"
-        is a key, weights without room go to the disk; its number is not read.
-    None if there is too little room, or none for the token embedding on the first device.
+    room: bytes for weights on each device, in the order in which they are filled; at least one that
+        is not the disk.  The model begins on the first device.  If "disk" is a key, weights without
+        room go to the disk; its number is not read.
+    None if there is too little room, if a number is negative, or if the first device has no room
+    for the token embedding.
     """
     most = {device: size for device, size in room.items() if device != "disk"}
     if min(most.values()) < 0:
@@ -684,8 +745,9 @@ def infer_devices(model: PreTrainedModel, room: Mapping[Device, int]) -> DeviceM
 
 
 def device_of(name: str, devices: DeviceMap) -> Device:
-    """The device of the parameter `name`: that of the innermost module around it in the map, which
-    must have one.
+    """The device of the parameter `name`: that of the innermost module around it in the map.
+
+    The map must have such a module; the name of the whole model is "".
     """
     while name not in devices:
         name = name.rpartition(".")[0]
@@ -709,7 +771,8 @@ def weights_by_device(model: PreTrainedModel, devices: DeviceMap) -> dict[Device
 
 
 def largest_streamed(model: PreTrainedModel, devices: DeviceMap, main: Device) -> tuple[int, int]:
-    """Bytes of the largest streamed decoder layer, and of the largest streamed module.
+    """Bytes of the largest streamed decoder layer, or weight outside of layers, and of the largest
+    streamed module; 0 if none is streamed.
 
     Streamed weights are brought to `main` for each forward call, one module's own weights at a
     time, without those of its submodules.

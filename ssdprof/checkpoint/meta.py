@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 conversion_mapping, core_model_loading = (
     lazy(f"transformers.{name}") for name in ("conversion_mapping", "core_model_loading")
 )
-# Stored key -> names of the parameters to which it contributes, and whether it becomes a single
-# parameter as it is, without a conversion.
+# Stored key -> names of the parameters or buffers to which it contributes, and whether it becomes a
+# single one as it is, without a conversion.
 Destinations = dict[str, tuple[tuple[str, ...], bool]]
 # Seconds to search for the invalid field of a config.  Building a large model takes a while, even
 # without weights.
@@ -53,8 +53,11 @@ def build(config: ModelConfig, repo_id: str, *, head: bool = False) -> PreTraine
 
     Raises BadInputError if transformers refuses the config or cannot build the model: for a float
     in place of an integer, an unknown activation, or sizes that contradict each other.  The hint
-    names the field if the config is accepted without it.
-    Raises MissingCapabilityError if transformers cannot load the quantisation on this machine.
+    names a field without which the config is accepted, if there is one: see `_refused_field`.
+    Raises BadInputError, too, for a larger model's config without that of its language model, and
+    for a head that transformers does not have.
+    Raises MissingCapabilityError if transformers cannot load the quantisation on this machine, or
+    if a package, memory or room for a temporary file is missing.
     """
     try:
         with refusals(f"the config of {repo_id}"), quiet_transformers():
@@ -106,6 +109,8 @@ def check_known(config: ModelConfig, where: str) -> None:
 def check_known_quantization(config: ModelConfig, label: str) -> None:
     """BadInputError for a quantisation that transformers does not know, and would ignore with a
     warning.
+
+    config: with a quantization_config, of any type.  label: names the checkpoint.
     """
     quantization = config["quantization_config"]
     with quiet_transformers():
@@ -117,7 +122,7 @@ def check_known_quantization(config: ModelConfig, label: str) -> None:
 
 def _check_quantization(quantization: ModelConfig, repo_id: str) -> None:
     """MissingCapabilityError if transformers cannot load the quantisation on this machine, which
-    it would say only when it loads the weights.
+    it would say only when it loads the weights; BadInputError if it cannot read its description.
 
     quantization: the quantization_config.
     """
@@ -160,14 +165,28 @@ def _refused_field(config: ModelConfig, *, head: bool) -> str | None:
 
 
 def destinations(
-    model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str]
+    model: PreTrainedModel,
+    keys: Iterable[str],
+    key_mapping: Mapping[str, str],
+    *,
+    decoded: bool = False,
 ) -> Destinations:
-    """The parameters to which transformers assigns each stored weight; keys that it ignores are
-    left out.
+    """The parameters and buffers to which transformers assigns each stored weight; keys that it
+    ignores are left out.
 
+    keys: stored keys.
     key_mapping: renamings that come first, as `from_pretrained` takes them.
+    decoded: with the conversions that decode quantised weights, so that scales have the
+        destinations of the weights that they decode, and no weight stays as it is.
     """
-    conversions = conversion_mapping.get_model_conversion_mapping(model, dict(key_mapping) or None)
+    quantizer = None
+    if decoded:
+        quantizer = transformers.quantizers.AutoHfQuantizer.from_config(
+            dict(model.config.quantization_config), pre_quantized=True
+        )
+    conversions = conversion_mapping.get_model_conversion_mapping(
+        model, dict(key_mapping) or None, quantizer
+    )
     renamings = [
         step for step in conversions if isinstance(step, core_model_loading.WeightRenaming)
     ]
@@ -180,7 +199,7 @@ def destinations(
         targets |= dict.fromkeys(converter.source_patterns, converter.target_patterns)
     state = model.state_dict()
     prefix = model.base_model_prefix
-    known = {}
+    places = {}
     for key in sorted(keys):
         rename = partial(core_model_loading.rename_source_key, key)
         name, pattern = rename(renamings, converters, prefix, state)
@@ -192,20 +211,18 @@ def destinations(
         if pattern:
             first, *others = targets[pattern]
             names += [name.replace(first, other) for other in others]
-        known[key] = tuple(names), pattern is None
-    return known
+        places[key] = tuple(names), pattern is None
+    return places
 
 
-def missing(model: PreTrainedModel, known: Destinations) -> set[str]:
+def missing(model: PreTrainedModel, places: Destinations) -> set[str]:
     """Parameters to which no stored weight contributes, without those that the model's class
-    declares as optional.
+    declares as optional.  Buffers are not among them.
 
-    known: the destinations of the stored weights.  If several parameters share their weights, a
-    stored weight for one of them is enough.
+    places: the destinations of the stored weights.  If several names share one parameter, a stored
+    weight for one of them is enough; if there is none, the first name is returned.
     """
-    present: set[str] = set()
-    for names, _ in known.values():
-        present.update(names)
+    present = set[str]().union(*(names for names, _ in places.values()))
     shared = grouped(model.named_parameters(remove_duplicate=False), lambda pair: id(pair[1]))
     optional = model._keys_to_ignore_on_load_missing or ()
     lost = set()
@@ -218,7 +235,9 @@ def missing(model: PreTrainedModel, known: Destinations) -> set[str]:
 
 
 def accepts(config: ModelConfig) -> bool:
-    """Whether transformers accepts a config, whatever it would build from it."""
+    """Whether transformers reads a config without an error; whether it can build the model from it
+    is not tried.
+    """
     with quiet_transformers(), suppress(Exception):  # transformers raises errors of any class
         return bool(_parsed(config))
     return False
@@ -228,10 +247,12 @@ def accepts(config: ModelConfig) -> bool:
 def refusals(what: str, hint: str = "") -> Iterator[None]:
     """Turn all errors of transformers in the block into BadInputError, with transformers' message.
 
-    Errors of ssdprof and torch.OutOfMemoryError are passed on.  A missing package, full memory and
-    a full disk become MissingCapabilityError.
+    Errors of ssdprof and torch.OutOfMemoryError are passed on.  A missing package, full main memory
+    and the `MACHINE_ERRNOS`, such as that of a full disk, become MissingCapabilityError.  So does
+    the failed import of a library.
 
-    what: the user's file that transformers reads, for messages.  hint: replaces the usual one.
+    what: the user's file that transformers reads, for messages.  hint: of the BadInputError, in
+    place of the usual one.
     """
     try:
         yield

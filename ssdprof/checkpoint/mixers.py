@@ -37,7 +37,7 @@ class Mixer:
     def sizes(self) -> dict[str, int]:
         """Sizes of the operator by name, from attributes of the module.
 
-        Raises BadInputError if an attribute is missing, or no possible size.
+        Raises BadInputError if an attribute is missing, or no integer from 1 to `LONGEST_SEQLEN`.
         """
         wanted = operators.get(self.operator).mixer_sizes
         sizes = {name: getattr(self.module, attribute, None) for name, attribute in wanted.items()}
@@ -53,7 +53,8 @@ def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
     """Every mixer of `model`, in the order of its decoder layers.
 
     what: names the model in messages; empty: its class does.
-    Raises BadInputError if there is none, or if two share a decoder layer.
+    Raises BadInputError if there is none, if one is in no numbered decoder layer, or if two share a
+    layer.
     """
     # function -> operator; single tokens have other functions (`CallBinding.step`), not searched
     functions = {operators.get(name).binding.function: name for name in operators.names()}
@@ -84,12 +85,12 @@ def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
 
 
 def _kinds_of_layers(model: nn.Module) -> list[str]:
-    """The class names of the modules in the model's layers, outermost ones with weight matrices
-    only.
+    """The class names of the modules directly in the model's layers, such as layers.3.mlp, without
+    those that have no weight matrix.
     """
     kinds: dict[str, None] = {}
     for name, module in model.named_modules():
-        is_in_a_layer = re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)  # such as layers.3.mlp
+        is_in_a_layer = re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)
         if is_in_a_layer and any(parameter.ndim > 1 for parameter in module.parameters()):
             kinds[type(module).__name__] = None
     return list(kinds)

@@ -61,16 +61,18 @@ class Model:
     requested: the model as the user named it.
     source: the files.
     config: the config of the language model, without that of a larger model around it; converted
-        from the original format, if the checkpoint has that.
-    model_type: as config.json says; "mamba2" for the original format.
+        from the original format, if the checkpoint has that.  Its quantization_config may come from
+        another file: see `config.describe`.
+    model_type: as config.json says, of the larger model if there is one; "mamba2" for the original
+        format.
     nested: whether the language model is part of a larger model.
     original: whether the checkpoint has the original format of state-spaces/mamba2-*.
     named_quantization: the quantisation that the config names; None: it names none.
     random_weights: whether the weights are random numbers, as the config says.
     tokenizer: hub id or folder that the user named; None: the user named none.
-    siblings: other repos of the family that the user named.
+    siblings: other repos of the family that the user named; empty if the user named a repo.
     notes: sentences for the user before the run, such as which repo a family name means.
-    adapter: name of the file of an adapter beside the weights; empty: there is none.
+    adapter: name of a file of an adapter beside the weights; empty: there is none.
     """
 
     requested: str
@@ -117,7 +119,11 @@ class Model:
 
     @cached_property
     def on_meta(self) -> PreTrainedModel:
-        """The whole base model on the meta device.  Raises what `meta.build` raises."""
+        """The whole base model on the meta device, as if its weights were not quantised.
+
+        Raises what `meta.build` raises, and BadInputError for a model type or a quantisation that
+        transformers does not know.
+        """
         meta.check_known(self.config, self.where)
         if self.config.get("quantization_config") and self.weights.has_codes:
             meta.check_known_quantization(self.config, self.source.label)
@@ -127,8 +133,9 @@ class Model:
         self, *, deepest_layer: int | None = None, head: bool = False, dtype: str | None = None
     ) -> PreTrainedModel:
         """The model that `load.fetch` and `load.load_model` would load, on the meta device: with
-        its shapes and dtypes, but without weights.  Downloads nothing.
+        its shapes and dtypes, but without weights.  Downloads no weights.
 
+        Parameters of the operator that `load_model` keeps in fp32 have the dtype of the others.
         deepest_layer, head: see `load.fetch`.
         dtype: the dtype of the weights, named as in torch; None: the checkpoint's own.
         """
@@ -151,7 +158,9 @@ class Model:
 
     @cached_property
     def layers(self) -> tuple[LayerRef, ...]:
-        """The layers with an operator, named by their path in the full model."""
+        """The layers with an operator, named by the path of the mixer in the full model.  In a
+        larger model, the path to the language model is the usual one, whatever the stored keys are.
+        """
         prefix = "model.language_model" if self.nested else self.on_meta.base_model_prefix
         return tuple(
             LayerRef(
@@ -210,7 +219,8 @@ class Model:
         return operators.get(layer.operator).words.format(**self.sizes(layer))
 
     def depth(self, deepest_layer: int | None) -> int:
-        """The number of decoder layers to load so that layer `deepest_layer` can run; None: all.
+        """The number of decoder layers to load so that layer `deepest_layer` (None: the last one)
+        can run.
 
         It is larger than deepest_layer + 1 if the model definition needs an attention layer.
         Raises BadInputError if the model has no such layer.
@@ -270,7 +280,7 @@ class Model:
     @cached_property
     def dtype(self) -> str | None:
         """The dtype in which the weights are loaded, named as in torch: the one that the config
-        names, or else that of most weights.
+        names, or else that of most elements of layer 0 and of the weights outside of layers.
 
         None if neither is known, because a pickle has no header or no weight is a float, and if the
         config names it by no string.
@@ -288,7 +298,7 @@ class Model:
         """Bytes in memory of the weights of layers 0 to `deepest_layer` (None: all), and of those
         outside of layers.
 
-        head: also of the language-model head, if it has weights of its own.
+        head: also of the language-model head, if it is stored.
         dtype: the dtype in which they are loaded, named as in torch; None: the checkpoint's own.
 
         The headers of safetensors files are read.  For a pickle it is the size of the file.
@@ -298,9 +308,10 @@ class Model:
     @cached_property
     def tokenizer_source(self) -> Source | None:
         """The files among which the tokenizer is; None if the user named none and the checkpoint
-        has none.
+        has none.  For the original format it is that of `DEFAULT_TOKENIZER`.
 
-        Raises ModelUnavailableError or BadInputError if the named one is not available.
+        Raises ModelUnavailableError or BadInputError if the named one is not available, or if the
+        hub, which may have the checkpoint's, is unreachable and none is cached.
         """
         named = self.tokenizer
         if named is None:
@@ -325,7 +336,8 @@ class Model:
         self, deepest_layer: int | None = None, *, head: bool = False
     ) -> tuple[PlannedFile, ...]:
         """Every file that a run of layers 0 to `deepest_layer` (None: all) needs, with those of the
-        tokenizer, and of the language-model head if `head` is set.
+        tokenizer, and of the language-model head if `head` is set; without the small files that
+        `open_model` reads beside config.json.
 
         Names of a tokenizer's files from another repo begin with the name of that repo.
         """
@@ -347,18 +359,20 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
     """The checkpoint that `named` means: a demo, a local folder, a family name or a hub id, in this
     order.
 
-    Downloads config.json only, and imports no torch.
+    Downloads config.json, and if they exist a description of the quantisation and, for an error,
+    an adapter's config.  Imports no torch.
 
     revision: branch, tag, commit or refs/pr/N on the hub; None: the main branch.
     tokenizer: hub id or folder of the tokenizer; None: the checkpoint's own.
 
-    Raises ModelUnavailableError if the checkpoint is not available, and BadInputError if its config
-    shows that ssdprof cannot measure it.
+    Raises ModelUnavailableError if the checkpoint is not available, and BadInputError if it is an
+    adapter alone or if its config shows that ssdprof cannot measure it.
     """
     source, family = _find(named, revision)
-    adapters = [name for name in source.sizes if name.startswith("adapter_model.")]
-    adapter = adapters[0] if adapters else ""
-    if adapter and not any(name.startswith(("model", "pytorch_model")) for name in source.sizes):
+    adapter = next((name for name in source.sizes if name.startswith("adapter_model.")), "")
+    if adapter and not any(
+        name.startswith(("model.", "model-", "pytorch_model")) for name in source.sizes
+    ):
         raise BadInputError(
             f"{source.label} is a LoRA adapter for {_base_of(source)}.",
             "Merge it into its base model first.",
@@ -375,8 +389,9 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
     siblings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     if family:
-        repos = [checkpoint.repo for checkpoint in family.checkpoints]
-        siblings = tuple(repo for repo in repos if repo != source.label)
+        siblings = tuple(
+            checkpoint.repo for checkpoint in family.checkpoints if checkpoint.repo != source.label
+        )
         notes = (
             f"{named} is a family of models, not a repo: taking {source.label}. Others: "
             f"{', '.join(siblings)}.",
@@ -395,7 +410,8 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
 def _find(named: str, revision: str | None) -> tuple[Source, Family | None]:
     """The files of the checkpoint, and the family if `named` is a family's name.
 
-    Raises BadInputError for an empty name or revision, and for a revision of a local folder.
+    Raises BadInputError for an empty name or revision, for a revision of a demo or a local folder,
+    for a demo in other capitals, and what `Source`, `parse_repo` and `HubRepo` raise.
     """
     if not named.strip():
         raise BadInputError("The model's name is empty.", _NAMES)

@@ -26,12 +26,13 @@ _MOST_SUGGESTIONS = 4  # names that are suggested
 
 @dataclass(frozen=True, kw_only=True)
 class KnownCheckpoint:
-    """One repo on the hub.  A field that is not known is None.
+    """One repo on the hub.
 
     parameters: number of parameters of the whole model.
     operator_layers: number of layers with an operator.  layers: number of all layers.
     dims: sizes of the operator by name (`Operator.mixer_sizes`).
-    trained_context: tokens, if they differ from the config's max_position_embeddings.
+        These three are None if they are not known.
+    trained_context: tokens; None: the config's max_position_embeddings is right.
     """
 
     repo: str
@@ -110,7 +111,7 @@ def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint,
         others = [known for known in family.checkpoints if known.repo != repo_id]
         if len(others) < len(family.checkpoints):  # the repo is in this family
             fitting = [known for known in others if 2 * known.parameters <= budget_bytes]
-            return tuple(sorted(fitting, key=lambda known: -known.parameters))
+            return tuple(reversed(fitting))
     return ()
 
 
@@ -118,7 +119,7 @@ def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint,
 
 
 def is_folder(name: str) -> bool:
-    """Whether a name means a local folder: it exists, or only a path can have that name."""
+    """Whether a name means a local folder: a file or folder has it, or only a path can have it."""
     separators = (os.sep, os.altsep or os.sep)
     return (
         os.path.exists(os.path.expanduser(name))
@@ -128,13 +129,17 @@ def is_folder(name: str) -> bool:
 
 
 def close_names(typed: str) -> list[str]:
-    """Known names that `typed` may mean by a typo, a beginning or a word, the likeliest first."""
+    """At most `_MOST_SUGGESTIONS` known names that `typed` may mean by a typo, a beginning or a
+    word, the likeliest first.
+    """
     typed_end = typed.rpartition("/")[2].casefold()  # without the organisation
     # With digits, a name is compared as a whole: granite-9 is not the beginning of granite-4.0.
-    may_be_beginning = not any(map(str.isdigit, typed_end))
+    may_be_beginning = typed_end and not any(map(str.isdigit, typed_end))
 
     def likeness(name: str) -> float:
-        """From 0 to 1: how well `typed` matches the name, or its end matches a part of the name."""
+        """From 0 to 1: how well `typed` matches the name, or its end matches the name's end or a
+        word or the beginning of that.
+        """
         end = name.rpartition("/")[2].casefold()
         parts = [end]
         if typed_end.isalnum():
@@ -169,7 +174,7 @@ def check_layers(spec: str) -> None:
     `select_indices`.
     """
     text = spec.strip().lower()
-    ranges = re.findall(_NUMBERS, text) if text[:1].isdigit() else []
+    ranges = re.findall(_NUMBERS, text)
     backwards = any(last and int(last) < int(first) for first, last in ranges)
     if backwards or not _LAYERS.fullmatch(text):
         raise BadInputError(f"--layers {spec!r} cannot be read.", _GRAMMAR)
@@ -183,8 +188,8 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
         0, 1 and 3.  Or numbers and ranges, such as "3,7" and "0-3,7", which are decoder layer
         indices; a range includes both ends, and selects its layers with an operator.
 
-    Raises BadInputError for a spec that cannot be read, and for a layer that does not exist; the
-    message lists the existing ones.
+    Raises BadInputError for a spec that cannot be read, for more layers than there are, and for a
+    number or a range without a layer of `indices`; the message lists those.
     """
     check_layers(spec)
     word, _, number = spec.strip().lower().partition(":")
@@ -197,16 +202,13 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
         if int(number) > len(indices):
             raise BadInputError(f"--layers {spec}: {listed}", "Use --layers all for every one.")
         return tuple(indices[: int(number)])
-    ranges: list[tuple[int, int, str]] = []  # first layer, last layer, as typed
-    for first, last in re.findall(_NUMBERS, word):
-        ranges.append((int(first), int(last or first), f"{first}-{last}" if last else first))
-    missing: list[str] = []
+    missing: list[str] = []  # numbers and ranges without a layer of `indices`, as typed
     selected: set[int] = set()
-    for start, stop, typed in sorted(ranges):
-        in_range = [index for index in indices if start <= index <= stop]
+    for first, last in re.findall(_NUMBERS, word):  # `last` is empty for a single number
+        in_range = [index for index in indices if int(first) <= index <= int(last or first)]
         selected.update(in_range)
         if not in_range:
-            missing.append(typed)
+            missing.append(f"{first}-{last}" if last else first)
     if missing:
         raise BadInputError(
             f"Layer {', '.join(missing)} has no SSD, GDN or KDA operator; {listed}",
@@ -216,6 +218,6 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
 
 
 def shown(value: object) -> str:
-    """`value` as text for a message, shortened, because a config may hold any text."""
+    """The repr of `value` for a message, of at most 60 characters: a config may hold any text."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -9,22 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from ssdprof.checkpoint.config import PICKLE
-from ssdprof.checkpoint.hub import Source, TensorInfo
+from ssdprof.checkpoint.hub import Source, TensorInfo, fetch_again
 from ssdprof.checkpoint.names import shown
-from ssdprof.errors import BadInputError, ModelUnavailableError, library_message
+from ssdprof.errors import BadInputError, ModelUnavailableError, library_message, unreadable
 from ssdprof.files import read_json
 
 # bytes of an element, by dtype, of the dtypes in which a model is loaded
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # Dtypes of safetensors, and their names in torch.  Tensors of other dtypes are codes or indices.
 FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_CAST = FLOATS.keys() | {"F8_E4M3", "F8_E5M2"}  # dtypes that are cast when the model is loaded
+# dtypes that are cast, or decoded, to that of the model when it is loaded
+_CAST = FLOATS.keys() | {"F8_E4M3", "F8_E5M2"}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 MOST_LAYERS = 1 << 16  # more than any model has
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_HEAD = "lm_head."
+# key of the language-model head, also in a larger model: "language_model.lm_head.weight"
+_HEAD = re.compile(r"(?:^|\.)lm_head\.")
 # keys of weights that are never computed with: prediction of several tokens, images and audio
 _UNUSED = re.compile(
     r"^(?:mtp|(?:model\.)?(?:visual|vision_tower|audio_tower|multi_modal_projector))\."
@@ -62,10 +64,10 @@ class Weights:
 
     def needs(self, key: str) -> bool:
         """Whether the weight `key` is needed."""
-        if key.startswith(_HEAD):
-            return self.head
         if _UNUSED.match(key):
             return False
+        if _HEAD.search(key):
+            return self.head
         layer = layer_index(key)
         return layer is None or layer < self.depth
 
@@ -85,11 +87,12 @@ class Weights:
     def tensors(self) -> dict[str, TensorInfo]:
         """The needed tensors by key, with their dtypes and shapes, from the headers of the files.
 
-        On the hub this takes a few requests, and no download.  If several files have a tensor, the
-        one counts in which the index places it.
+        On the hub this takes a few requests for each file, and no download.  If several files have
+        a tensor, the one counts in which the index places it.
 
-        Raises ModelUnavailableError if a file is truncated or corrupt, or lacks a tensor that the
-        index places in it, and BadInputError if two files have a tensor that is not in the index.
+        Raises ModelUnavailableError if a file lacks a tensor that the index places in it, and
+        BadInputError if two files have a tensor that is not in the index; and what `Source.header`
+        raises, for a file that is missing or damaged.
         """
         assert not self.pickled, "a pickle has no header"
         tensors: dict[str, TensorInfo] = {}
@@ -118,9 +121,12 @@ class Weights:
         return tensors
 
     def misplaced(self, file: str) -> set[str]:
-        """The keys of tensors in `file` that the index places in another file: older copies."""
-        shards = self.shards or {}
-        return {key for key in self.source.header(file) if shards.get(key, file) != file}
+        """The keys of tensors in `file` that the index places in another file: older copies.  Empty
+        without an index.
+        """
+        if self.shards is None:
+            return set()
+        return {key for key in self.source.header(file) if self.shards.get(key, file) != file}
 
     @property
     def _all_files(self) -> set[str]:
@@ -134,21 +140,22 @@ class Weights:
 
     @property
     def has_codes(self) -> bool:
-        """Whether any tensor of the checkpoint is stored as codes, in integers or in 8 bits and
-        less.  True for a pickle, which has no header to tell.
+        """Whether any tensor of the checkpoint, needed or not, is stored as codes: in integers or
+        in 8 bits and less.  True for a pickle, which has no header to tell.
+
+        Reads the headers of all files, up to the first such tensor.
         """
         if self.pickled:
             return True
-        for file in sorted(self._all_files):
-            if any(tensor.dtype not in FLOATS for tensor in self.source.header(file).values()):
-                return True
-        return False
+        headers = map(self.source.header, sorted(self._all_files))
+        return any(tensor.dtype not in FLOATS for header in headers for tensor in header.values())
 
     def bytes(self, dtype: str | None) -> int:
         """Bytes of the needed weights in memory.
 
         Floats are cast, and 8-bit floats are decoded, to `dtype`; None: they stay as stored, as
-        other tensors do.  For a pickle it is the size of the file.
+        other tensors do.  The few that `load_model` keeps in fp32 count as if they were cast, and
+        scales as if they were kept.  For a pickle it is the size of the file.
         """
         if self.pickled:
             return self.source.sizes[PICKLE]
@@ -166,15 +173,22 @@ class Weights:
 def find_weights(source: Source, *, is_original: bool) -> Weights:
     """The checkpoint's weights, in safetensors files if there are any.
 
-    An index is preferred to a single file, unless files that it names are missing.
+    An index is preferred to a single file, unless the checkpoint lacks files that it names.
     is_original: whether the checkpoint has the original format, in which a pickle is read.
 
-    Raises BadInputError if ssdprof can read none of the files, and ModelUnavailableError if the hub
-    is unreachable.
+    Raises BadInputError if ssdprof can read none of the files, what `_read_index` raises, and
+    ModelUnavailableError if the hub, which may have an index, is unreachable and no weights are
+    cached.
     """
     if INDEX in source.sizes:
         shards = _read_index(source.path(INDEX))
-        if SINGLE not in source.sizes or source.sizes.keys() >= set(shards.values()):
+        # A file in a subfolder of a local folder is not in `sizes`.  If the hub was not reached, it
+        # may have those that are not cached, and other weights must not be taken for them.
+        if (
+            SINGLE not in source.sizes
+            or not source.complete
+            or all(file in source.sizes or source.cached(file) for file in shards.values())
+        ):
             return Weights(source, shards, None)
     if SINGLE in source.sizes:
         return Weights(source, None, SINGLE)
@@ -197,7 +211,7 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
 
 
 def usual_dtype(tensors: Iterable[TensorInfo]) -> str | None:
-    """The dtype of most elements, named as in torch.
+    """The float dtype of most elements, named as in torch.
 
     Only floats of 16 bits and more count; None if there are none.
     """
@@ -211,35 +225,40 @@ def usual_dtype(tensors: Iterable[TensorInfo]) -> str | None:
 def _read_index(path: Path) -> dict[str, str]:
     """The index of the weights: key of a tensor -> file name.
 
-    Raises BadInputError for a file outside of the checkpoint's folder, and ModelUnavailableError if
-    the index is unreadable.
+    Raises ModelUnavailableError if the file is damaged or has no weight_map, and BadInputError if
+    an entry of that is not the name of a safetensors file inside the checkpoint's folder, or if it
+    is empty.  Raises what `unreadable` returns if the file cannot be read.
     """
     try:
         content = read_json(path)
         if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
             raise ValueError("it has no weight_map")
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise unreadable(INDEX, error, fetch_again(path)) from None
+    except ValueError as error:
         raise ModelUnavailableError(
-            f"{INDEX} is truncated or corrupt: {library_message(error)}.",
-            f"Delete it and fetch it again: {path}",
+            f"{INDEX} is truncated or corrupt: {library_message(error)}.", fetch_again(path)
         ) from None
-    pairs = [(key, file) for key, file in content["weight_map"].items() if isinstance(file, str)]
-    if not pairs or len(pairs) != len(content["weight_map"]):
+    shards = content["weight_map"]
+    if not shards or not all(isinstance(file, str) for file in shards.values()):
         raise BadInputError(
             f"{INDEX} does not say which file holds each weight.", "Fetch the index again."
         )
-    for file in sorted({file for _, file in pairs}):
+    for file in sorted(set(shards.values())):
         if not (stays_inside(file) and file.endswith(".safetensors")):
             raise BadInputError(
                 f"{INDEX} names {shown(file)}, which is no safetensors file inside the "
                 "checkpoint's folder.",
                 "Do not trust this checkpoint: no honest tool writes such an index.",
             )
-    return {key: str(PurePosixPath(file)) for key, file in pairs}  # without "./" at the start
+    # without "./" at the start
+    return {key: str(PurePosixPath(file)) for key, file in shards.items()}
 
 
 def stays_inside(name: str) -> bool:
-    """Whether a relative file name cannot leave its folder, on any system."""
+    """Whether a file name means a file inside of the folder that it is relative to, on any system:
+    it is neither absolute nor empty, and has no "..".
+    """
     posix = PurePosixPath(name)
     windows = PureWindowsPath(name)
     return not (

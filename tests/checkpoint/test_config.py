@@ -199,7 +199,8 @@ def test_other_types_are_refused_with_the_reason(opened: Open, config, reason):
     "quantization",
     [
         *({"quant_method": method} for method in ("modelopt", "made_up", ["fp8"])),
-        *({"bits": 4}, "int4"),
+        {"bits": 4},
+        "int4",
     ],
 )
 def test_unknown_quantisation_is_refused(opened: Open, tmp_path, quantization):
@@ -352,4 +353,3 @@ def test_what_is_left_out_and_what_is_added(opened: Open, tmp_path):
         "dequantize": True,
     }
     assert config["dtype"] == "bfloat16"
-    assert "dequantize" not in QWEN3_5_FP8["quantization_config"]

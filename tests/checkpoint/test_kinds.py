@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiny_models
@@ -19,6 +20,7 @@ import torch
 import transformers as tf
 from checkpoint.folders import ORIGINAL_CONFIG, edit_json, write_original
 from command_line import Answer, ending
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -175,7 +177,7 @@ def in_two_files(folder: Path, later: Weights, *, named: bool = True):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_index_says_which_copy_of_a_tensor_counts(rows):
+def test_the_index_says_which_copy_of_a_tensor_counts(monkeypatch, rows):
     """Copies of another shape must not count in sizes either."""
     folder = checkpoint("qwen3_5_text")
     expected = loaded(folder)
@@ -189,6 +191,10 @@ def test_the_index_says_which_copy_of_a_tensor_counts(rows):
     in_two_files(folder, later)
     check_loaded(folder, expected)
     assert open_model(str(folder)).weight_bytes() == size
+    # safetensors' error for a full disk
+    monkeypatch.setattr("ssdprof.checkpoint.load.save_file", Mock(side_effect=SafetensorError))
+    with pytest.raises(MissingCapabilityError, match="temporary folder"):
+        loaded(folder)
 
 
 def test_an_index_counts_before_a_single_file():
@@ -246,10 +252,30 @@ def test_two_copies_of_which_the_index_names_none_are_refused():
         ),
         (
             "qwen3_5_text",
+            lambda weights: weights | {"norm.weight": torch.ones(64)},
+            2,
+            "two weights for norm.weight: 'model.norm.weight' and 'norm.weight'.",
+        ),
+        (
+            "qwen3_5_text",
+            without("0.mlp.up_proj", **{"draft.layers.0.mlp.up_proj.weight": torch.ones(96, 64)}),
+            2,
+            "has 'draft.layers.0.mlp.up_proj.weight', not layers.0.mlp.up_proj.weight: ",
+        ),
+        (
+            "qwen3_5_text",
+            lambda weights: {
+                f"{text}.{k}": 1 * w for k, w in weights.items() for text in ("a", "b")
+            },
+            2,
+            "has 'a.model.layers.0.input_layernorm.weight', not layers.0.input_layernorm.weight: ",
+        ),
+        (
+            "qwen3_5_text",
             renamed("layers.0.linear_attn.", "layers.0.inner.linear_attn."),
             2,
             "has 'model.layers.0.inner.linear_attn.A_log', not layers.0.linear_attn.A_log: it was "
-            "saved in a wrapper.",
+            "saved in a wrapper, or belongs to another model.",
         ),
     ],
 )
@@ -463,6 +489,7 @@ def test_an_adapter_is_named_and_never_silent():
     assert "alone is a LoRA adapter for 'org/base' (adapter_config.json)." in answer.err
     assert "Merge it into its base model first." in answer.err
     (Path("alone") / "adapter_config.json").write_text("{")
+    (Path("alone") / "modeling.py").touch()
     assert "alone is a LoRA adapter for another model." in Answer("capture", "alone").err
     answer, report = run(Path("qwen3_5_text"))
     words = "adapter_model.safetensors of qwen3_5_text is not applied"
@@ -600,11 +627,18 @@ def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file):
 
 
 @pytest.mark.parametrize(
-    ("codes", "scale"), [("float8_e4m3fn", None), ("float8_e4m3fn", (3,)), ("uint8", ())]
+    ("part", "codes", "scale"),
+    [
+        ("mamba.in_proj", "float8_e4m3fn", None),
+        ("mamba.in_proj", "float8_e4m3fn", (3,)),
+        ("mamba.in_proj", "uint8", ()),
+        # transformers renames this weight, but not its scale
+        ("block_sparse_moe.router.layer", "float8_e4m3fn", ()),
+    ],
 )
-def test_codes_without_a_scale_are_refused(codes, scale: tuple[int, ...] | None):
-    folder = checkpoint("qwen3_5_text")
-    weight = "model.layers.0.linear_attn.in_proj_qkv.weight"
+def test_codes_without_a_scale_are_refused(part, codes, scale: tuple[int, ...] | None):
+    folder = checkpoint("granitemoehybrid")
+    weight = f"model.layers.0.{part}.weight"
     scales = {} if scale is None else {f"{weight}_scale": torch.ones(scale)}
     rewrite(
         folder,
@@ -613,8 +647,8 @@ def test_codes_without_a_scale_are_refused(codes, scale: tuple[int, ...] | None)
     described = {"quant_algo": "FP8", "quant_method": "awq"}
     write_modelopt(folder, "hf_quant_config.json", described)
     answer, _ = run(folder, "--dry-run", code=2)
-    assert "linear_attn.in_proj_qkv.weight' in" in answer.err
-    assert "and has no fp8 scale for it." in answer.err
+    assert f"{weight}' in" in answer.err
+    assert "and has no fp8 scale with which transformers decodes it." in answer.err
 
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])

@@ -154,6 +154,7 @@ def test_shards_may_lie_in_a_subfolder(copied: Save):
     for shard in set(shards.values()):
         (folder / shard).rename(folder / "weights" / shard)
     edit_json(index, weight_map={key: f"weights/{file}" for key, file in shards.items()})
+    (folder / SINGLE).touch()  # is not read
     local = fetch(open_model(str(folder)))
     model = load_model(local, device="cpu")
     check_layers(model, tiny_models.shared("mamba2"), tiny_models.prompt(40))
@@ -264,12 +265,13 @@ def test_a_quantisation_that_cannot_be_loaded_here_is_refused_before_the_downloa
             read(located)
 
 
-def test_weights_of_mxfp8_are_decoded(tmp_path):
+@pytest.mark.parametrize("suffix", ["scale", "scale_inv"])
+def test_weights_of_mxfp8_are_decoded(tmp_path, suffix):
     tiny_models.shared("qwen3_5_text").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     key = "model.layers.0.mlp.gate_proj.weight"
     scale = torch.full((96, 2), 125, dtype=torch.uint8)  # exponents of 2 for 32 values of a row
-    coded = {key: torch.full((96, 64), 2.0).to(torch.float8_e4m3fn), f"{key}_scale_inv": scale}
+    coded = {key: torch.full((96, 64), 2.0).to(torch.float8_e4m3fn), f"{key}_{suffix}": scale}
     save_file({**load_file(file), **coded}, file, {"format": "pt"})
     kept = ["linear_attn", "self_attn", "up_proj", "down_proj", "layers.1", "layers.2", "layers.3"]
     quantization = {

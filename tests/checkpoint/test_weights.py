@@ -10,7 +10,7 @@ import torch
 from checkpoint.folders import edit_json
 from safetensors.torch import save_file
 
-from ssdprof.checkpoint.hub import Source
+from ssdprof.checkpoint.hub import Source, broken_file
 from ssdprof.checkpoint.load import fetch
 from ssdprof.checkpoint.model import open_model
 from ssdprof.checkpoint.weights import INDEX, SINGLE, Weights, stays_inside
@@ -27,18 +27,15 @@ def failure(folder: Path, deepest_layer: int | None = None) -> SsdprofError:
 
 
 def test_a_header_gives_shapes_and_bytes(tmp_path):
-    file = tmp_path / "a.safetensors"
-    save_file(
-        {"w": torch.zeros(3, 5, dtype=torch.bfloat16), "s": torch.zeros((), dtype=torch.float32)},
-        file,
-    )
-    header = Source(tmp_path).header(file.name)
-    assert (header["w"].dtype, header["w"].shape, header["w"].parameter_count) == (
-        "BF16",
-        [3, 5],
-        15,
-    )
-    assert (header["s"].shape, header["s"].parameter_count) == ([], 1)
+    matrix = torch.zeros(3, 5, dtype=torch.bfloat16)
+    save_file({"w": matrix, "s": torch.zeros(())}, tmp_path / SINGLE)
+    header = Source(tmp_path).header(SINGLE)
+    described = [(t.dtype, t.shape, t.parameter_count) for t in (header["w"], header["s"])]
+    assert described == [("BF16", [3, 5], 15), ("F32", [], 1)]
+
+
+def test_a_file_that_cannot_be_opened_is_not_damaged(tmp_path):
+    assert "a cannot be read: Is a directory." in str(broken_file(tmp_path, "a", ValueError()))
 
 
 def corrupt(content: bytes) -> bytes:
@@ -156,6 +153,7 @@ def test_which_weights_three_layers_need():
         "model.layers.3.mamba.A_log",
         "layers.12.mamba.A_log",
         "lm_head.weight",
+        "language_model.lm_head.weight",
         "mtp.layers.0.mlp.weight",
     )
     towers = ("model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight")
