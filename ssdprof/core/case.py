@@ -112,7 +112,9 @@ class Generated(Record):
 
 
 def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
-    """The size of a call in words: "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens"."""
+    """The size of a call in words: "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens", "40
+    tokens in 3 packed sequences", "2 x 8 tokens drafted, pass 2 of 5".
+    """
     size = tokens(seqlen, batch)
     if call is None:
         return size
