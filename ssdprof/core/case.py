@@ -628,11 +628,12 @@ class Case(Record):
         """The calls that this case is summed with, in words: "decode steps after 512 tokens",
         "chunks of 8 tokens of 40 tokens", or the size that other calls have in common with it.
         """
-        if self.call and self.call.kind == "decode":
+        kind = self.call.kind if self.call else ""
+        if kind == "decode":
             return f"decode steps after {self.prompt}"
-        if self.call and self.call.kind == "chunk":
+        if kind == "chunk":
             return f"chunks of {tokens(self.seqlen, self.batch)} of {self.prompt}"
-        if self.call and self.call.kind == "packed":
+        if self.call and kind == "packed":
             any_pass = self.call.changed(number=1, count=1, rank=None)  # of any rank, too
             return call_size(self.seqlen, self.batch, any_pass)
         return self.size

@@ -49,7 +49,8 @@ _LEFT_OUT = ("--out", "--decode-states", "--implementations", "--against", "--bu
 class LeftOut(Record):
     """Requested cases that were not begun.
 
-    case_key: the key of the cases, or the common start of their keys.
+    case_key: the key of the cases, or the common start of their keys; of a tuning, the search in
+        words.
     implementations: those that were left out; empty if all were.
     """
 
@@ -211,6 +212,7 @@ class Report(Record):
 
     @property
     def captured(self) -> tuple[LayerRef, ...]:
+        """The layers that any process captured, in the order of their indices."""
         layers = distinct(line.captured for line in self.processes)
         return tuple(sorted(layers, key=lambda layer: layer.index))
 

@@ -145,7 +145,7 @@ def words(items: Iterable[str], conjunction: str = "and") -> str:
 def plural(number: int, noun: str) -> str:
     """A number with its noun: "1 layer", "4 layers", "2 passes"."""
     if number == 1:
-        return f"{number:,} {noun}"
+        return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 

@@ -216,7 +216,7 @@ def tune(
                 del problem  # frees its inputs before those of the next one are generated
         except torch.OutOfMemoryError as error:
             writer.leave_out(
-                f"{cells_of_layer[0].shape.name}, {wanted}",
+                f"{cells_of_layer[0].shape.name}, {cells_of_layer[0].dtype}, {wanted}",
                 f"not all of it was searched: out of memory: {first_line(error)}",
             )
     writer.update(complete=True)
