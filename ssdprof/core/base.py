@@ -1,8 +1,9 @@
 """The base class of records, and the types of their fields.
 
-Records are immutable.  They refuse unknown fields, NaN, infinities and numbers out of range, and
-they import no torch.  They hold what was measured; ratios, intervals and verdicts are properties,
-computed when they are read.  Shapes use the letters of `docs/glossary.md`; units are in the names.
+Records are immutable.  They refuse unknown fields, NaN, infinities (but for limits in the arguments
+of a captured call) and numbers out of range.  They import no torch.  They hold what was measured;
+ratios, intervals and verdicts are properties, computed when they are read.  Shapes use the letters
+of `docs/glossary.md`; units are in the names.
 """
 
 import re
@@ -19,7 +20,7 @@ VERSION: Final = 4  # of the format of reports
 SMALLEST_DIFFERENCE: Final = 0.01  # relative; times that differ by less are not called different
 TOLERANCES: Final[tuple[float, ...]] = (0.0, 1e-3, 1e-2)  # at which matching elements are counted
 # Slices of a prompt.  Slice i holds the positions p with p * SLICES // seqlen == i; a prompt of
-# fewer tokens has one position in each slice.
+# fewer tokens has as many slices as tokens, with one position in each.
 SLICES: Final = 32
 
 MEMORIES: Final[tuple[int, ...]] = (64, 1024, 16384)  # tokens within which a head may forget

@@ -112,7 +112,9 @@ class Generated(Record):
 
 
 def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
-    """The size of a call in words: "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens"."""
+    """The size of a call in words: "131,072 tokens", "8 tokens, chunk 2 of 5 of 40 tokens", "40
+    tokens in 3 packed sequences", "2 x 8 tokens drafted, pass 2 of 5".
+    """
     size = tokens(seqlen, batch)
     if call is None:
         return size
@@ -626,11 +628,12 @@ class Case(Record):
         """The calls that this case is summed with, in words: "decode steps after 512 tokens",
         "chunks of 8 tokens of 40 tokens", or the size that other calls have in common with it.
         """
-        if self.call and self.call.kind == "decode":
+        kind = self.call.kind if self.call else ""
+        if kind == "decode":
             return f"decode steps after {self.prompt}"
-        if self.call and self.call.kind == "chunk":
+        if kind == "chunk":
             return f"chunks of {tokens(self.seqlen, self.batch)} of {self.prompt}"
-        if self.call and self.call.kind == "packed":
+        if self.call and kind == "packed":
             any_pass = self.call.changed(number=1, count=1, rank=None)  # of any rank, too
             return call_size(self.seqlen, self.batch, any_pass)
         return self.size

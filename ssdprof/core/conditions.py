@@ -326,7 +326,7 @@ def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.
     percent = parts["percent"]
     if not metric.allows(at):
         raise BadInputError(
-            f"The {what} {text!r} has an unknown place.",
+            f"The {what} {text!r} has an unknown word after @.",
             f"{name} takes {', '.join(metric.choices or ()) or 'no @'}.",
         )
     if what == "gate":

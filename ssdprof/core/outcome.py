@@ -52,7 +52,7 @@ class Verdict(Record):
 def gated_cases(report: Report) -> tuple[Case, ...]:
     """The cases that conditions apply to.
 
-    In benches and prefills these are only the cases of `GATED`.
+    Among the calls of a bench and among prefills these are only the cases of `GATED`.
     """
 
     def is_of_bench_or_prefill(case: Case) -> bool:
@@ -105,8 +105,8 @@ def _of(condition: Condition, report: Report) -> Iterator[Verdict]:
 
 
 def _untimed(cases: Sequence[Case], report: Report) -> Iterator[tuple[str, str]]:
-    """(name, reason) of the requested cases without a time: prefills that did not pass, and cases
-    that were left out.
+    """(name, reason) of the requested cases without a time: prefills that did not pass, and what
+    was left out, if the cases of `GATED` are part of it.
     """
     for case in cases:
         if isinstance(case.task, Prefill) and case.result != "passed":
@@ -143,8 +143,8 @@ class Outcome:
     """The outcome of any kind of report.
 
     A prefill does not fail because an implementation refuses it, and a bench does not fail because
-    of another library.  A run fails because of a library only if the user named the library, and
-    never because the library refuses a case.
+    of another library.  Other reports fail because of a library only if the user named it or chose
+    it as the baseline; a named one may refuse a case, the baseline may not.
 
     ended_early: why the report is incomplete, in a sentence; empty if it is complete.
     others: the number of cases of other libraries, on which the outcome does not depend.
@@ -218,8 +218,12 @@ class Outcome:
 
 
 def _counts(case: Case, report: Report) -> bool:
-    """Whether the outcome of a report depends on the case: see `Outcome`."""
-    if case.kind != "library" or not (case.baseline or report.kind == "bench"):
+    """Whether the outcome of a report depends on the case: see `Outcome`.  Cases of a bench are
+    never `named`.
+    """
+    if case.kind != "library":
+        return True
+    if not case.baseline and report.kind != "bench":  # it is the baseline itself
         return True
     return case.named and case.result != "refused"
 

@@ -123,7 +123,7 @@ class Total:
     """The mean change of several cases of one implementation and precision.
 
     where: the size that the cases have in common: "131,072 tokens", "chunks of 8 tokens of 40
-        tokens"; in a bench, their shape and dtype.
+        tokens"; in a bench and for prefills, which differ in their length, `Case.where`.
     over: in what the cases differ.
     cases: their number.
     by: the ratio that was averaged: of times, or of speedups over the baseline.
@@ -393,7 +393,8 @@ def _offenders(
     if reason := unfinished(new):
         offences.append(("", f"NEW is incomplete: {reason}"))
     elif all(fault is None for fault in faults.values()):
-        offences.append(("", f"no case could be judged: {_why_none(change, in_both)}"))
+        why = _why_none(change, in_both, base, new)
+        offences.append(("", f"no case could be judged: {why}"))
     for name, fault in offences:
         yield Verdict(condition=change.text, case=name, holds=False, actual=fault)
 
@@ -411,15 +412,39 @@ def _lost(change: Change, pairs: Sequence[CasePair], new: Report) -> list[str]:
     return list(dict.fromkeys(lost))
 
 
-def _why_none(change: Change, pairs: Sequence[CasePair]) -> str:
+def _why_none(
+    change: Change, pairs: Sequence[CasePair], base_report: Report, new_report: Report
+) -> str:
     """Why none of the pairs has values to compare.  pairs: of cases that are in both reports."""
-    is_of_speed = change.metric in SPEED_METRICS
-    reasons = distinct(pair.incomparable if is_of_speed else [pair.other_inputs] for pair in pairs)
-    if known := "; ".join(filter(None, reasons)):
-        return known
     if not pairs:
         return "no case is in both"
-    return f"BASE has no {'times' if is_of_speed else 'such value'}"
+    missing = "BASE has no such value"
+    if change.metric == "time":
+        reasons = [pair.incomparable for pair in pairs]
+        missing = "BASE has no times"
+    elif change.metric == "speedup":
+        reasons = [
+            _differences(
+                _needs_of_speedup(change, pair.base, base_report),
+                _needs_of_speedup(change, pair.new, new_report),
+            )
+            for pair in pairs
+            if pair.base and pair.new
+        ]
+        missing = f"BASE has no speedup over {change.at or 'a baseline'}"
+    else:
+        reasons = [(pair.other_inputs,) for pair in pairs]
+    return "; ".join(filter(None, distinct(reasons))) or missing
+
+
+def _needs_of_speedup(change: Change, case: Case, report: Report) -> dict[str, str]:
+    """What two cases must have in common before their speedups are compared, by name: the shape,
+    and the baseline, unless the condition names the implementation that the speedup is over.
+    """
+    needs = _shape(case, report)
+    if not change.at:
+        needs["baseline"] = case.baseline or "none"
+    return needs
 
 
 def _fault(change: Change, pair: CasePair, base_report: Report, new_report: Report) -> str | None:

@@ -49,7 +49,8 @@ _LEFT_OUT = ("--out", "--decode-states", "--implementations", "--against", "--bu
 class LeftOut(Record):
     """Requested cases that were not begun.
 
-    case_key: the key of the cases, or the common start of their keys.
+    case_key: the key of the cases, or the common start of their keys; of a tuning, the search in
+        words.
     implementations: those that were left out; empty if all were.
     """
 
@@ -65,8 +66,9 @@ class ProcessLine(Record):
 
     process: the name of the process in its samples.
     captured: the layers whose inputs were captured.
-    gates: index of a layer -> in its first call, the numbers of heads that forget within each of
-        `MEMORIES`, and of those that hardly forget at all.
+    gates: index of a layer -> in its first call, numbers of heads: of those that forget within
+        `MEMORIES[0]`; within each further one of `MEMORIES`, but not within the one before; and
+        within none of them.  Every head counts once.
     doubts: a sentence on inputs that no model has -> the indices of the layers with such inputs.
     peak_bytes: the GPU memory allocated while the model ran and layers were replayed.
     seconds: wall-clock time.
@@ -157,8 +159,9 @@ class Report(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Report:
-        """Check that no name occurs twice, that errors along the positions of equally long prompts
-        have equally many slices, and that each call that ran has errors.
+        """Check that no name occurs twice, that there are not too many processes, that errors along
+        the positions of equally long prompts have equally many slices, and that each call that ran
+        has errors.
         """
         check_unique("a case", [case.name for case in self.cases])
         check_unique("a requested case", self.requested)
@@ -209,6 +212,7 @@ class Report(Record):
 
     @property
     def captured(self) -> tuple[LayerRef, ...]:
+        """The layers that any process captured, in the order of their indices."""
         layers = distinct(line.captured for line in self.processes)
         return tuple(sorted(layers, key=lambda layer: layer.index))
 
@@ -219,6 +223,9 @@ class Report(Record):
 
     @property
     def seconds(self) -> float:
+        """The wall-clock time of the slowest rank.  The first rank waits for the others and for the
+        further samplers.
+        """
         return max((line.seconds for line in self.processes), default=0.0)
 
     @property
@@ -326,7 +333,7 @@ class Report(Record):
 
         Empty if no command made the report.
         """
-        if len(self.command) < 3:
+        if len(self.command) < 3:  # the program, the command and what it is to measure
             return ()
         options = self._options_of(case)
         command = []

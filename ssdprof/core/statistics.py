@@ -2,7 +2,7 @@
 
 Samples come in recordings.  Within a recording, graph, workspace and output keep their addresses;
 the next recording allocates them again.  Rounds of one recording therefore share an error that more
-rounds do not reduce, and every interval here is Student's t over recordings; over processes, if
+rounds do not reduce, and the interval of a time is Student's t over recordings; over processes, if
 there are several, because call times differ by more from process to process.
 """
 
@@ -127,8 +127,9 @@ def difference(minuend: Estimate, subtrahend: Estimate) -> Estimate:
 
 
 def mean(ratios: Sequence[Estimate]) -> Estimate:
-    """The geometric mean of at least one ratio, whose value is the geometric mean of its bounds.
-    The bounds of the mean are then the geometric means of their bounds.
+    """The geometric mean of the ratios, with bounds that are the geometric means of their bounds.
+
+    ratios: at least one.  The value of each must be the geometric mean of its own two bounds.
     """
     log = fmean(math.log(ratio.value) for ratio in ratios)
     half_width = fmean(map(_log_half_width, ratios))

@@ -366,8 +366,9 @@ class LayerCapture(Record):
 
     @property
     def whole(self) -> bool:
-        """Whether the call is on a whole prompt, or on packed sequences: no chunk, no decode step,
-        and no drafted tokens of a batch.
+        """Whether the call is on a whole prompt or on packed sequences, and no chunk or decode step
+        of a model.  All calls that a server recorded count as packed, those on a batch of drafted
+        tokens, too.
         """
         return self.call is None or self.call.kind == "packed"
 

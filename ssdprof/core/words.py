@@ -46,7 +46,7 @@ def _in_unit(value: float | None, step: float, *units: str) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """A ratio: "1.52x".  Small and large ratios have three digits."""
+    """A ratio: "1.52x".  Ratios below 0.1 have three digits, those from 100 on no decimals."""
     return MISSING if value is None else f"{_ratio(value)}x"
 
 
@@ -145,7 +145,7 @@ def words(items: Iterable[str], conjunction: str = "and") -> str:
 def plural(number: int, noun: str) -> str:
     """A number with its noun: "1 layer", "4 layers", "2 passes"."""
     if number == 1:
-        return f"{number:,} {noun}"
+        return f"1 {noun}"
     return f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 

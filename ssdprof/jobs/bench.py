@@ -183,11 +183,11 @@ def resolved(asked: BenchOptions, names: Sequence[str]) -> BenchOptions:
     baseline or the implementation of --match-with is unavailable.
     """
     operator = operators.get(asked.operator)
-    resolve = resolver(torch.device("cuda"))
-    requested = [resolve(operator.name, name) for name in names]
+    resolve_for_gpu = resolver(torch.device("cuda"))
+    requested = [resolve_for_gpu(operator.name, name) for name in names]
     assert asked.baseline is not None  # the reading of the options names the default
-    baseline = resolve(operator.name, asked.baseline)
-    matched = resolve(operator.name, asked.match_with or operator.baseline)
+    baseline = resolve_for_gpu(operator.name, asked.baseline)
+    matched = resolve_for_gpu(operator.name, asked.match_with or operator.baseline)
     # --verify itself takes another implementation to compare outputs with: see `target.bench`
     if (
         not asked.verify

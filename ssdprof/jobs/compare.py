@@ -386,10 +386,11 @@ class Comparer:
         }
         if not trials:
             return best, case
-        compiled: dict[str, float] = {}
+        compiled: dict[str, float] = {}  # kernel -> seconds; the longest if it is in several trials
         for tried in cases.values():
             if tried.first_call:
-                compiled |= tried.first_call.compiled
+                for kernel, seconds in tried.first_call.compiled.items():
+                    compiled[kernel] = max(seconds, compiled.get(kernel, 0.0))
         first_call = case.first_call
         if first_call:
             first_call = first_call.changed(compiled=compiled)

@@ -116,7 +116,7 @@ class SavedCall(NamedTuple):
     expected: the output of the fp64 oracle.
     actual: the output of the implementation; None if there was none.
     word: the implementation, as --impl names it.
-    precision: the precision that the implementation declared for the call.
+    precision: the precision of the call, at which the implementation ran.
     in_place: whether it is a call on a pool of states.  Then the initial states of `inputs` are the
         pool before the call, between its guards, and the final states of an output are the pool
         after it.  Where `out` is not defined, `expected` is NaN.

@@ -147,7 +147,7 @@ def _lengths(
     isolated = IsolatedFirstCall(request.first_call_s)
     prompts = sorted(
         zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True),
-        key=lambda prompt: prompt[1].seqlen,
+        key=lambda ids_prompt_segment: ids_prompt_segment[1].seqlen,
     )
     lengths: list[_Length] = []
     for bundled, (ids, prompt, segment_length) in product(conv_and_norms, prompts):
@@ -296,8 +296,8 @@ class _Length:
     def run(self, writer: Writer, clock: StepClock) -> None:
         """Run all steps on this prompt, and write the cases.
 
-        clock: its budget is not spent yet.  Once it is, the step that runs is finished, and no
-        further implementation is profiled or timed.
+        clock: its budget is not spent yet.  Once it is, the step that runs is finished, no further
+        implementation is profiled, and the cases that were profiled say why they are not timed.
 
         Raises BadInputError if the model bypasses its operator.
         """
@@ -305,7 +305,7 @@ class _Length:
             self._compare_operators()
         for name in self.cases:
             if clock.left() == 0:
-                return
+                break
             self.seen.append(name)
             if self.cases[name].result == "passed":
                 with clock.step(f"{self.what}, {name}: a profiled prefill"):

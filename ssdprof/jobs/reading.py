@@ -162,7 +162,7 @@ def parse_kept(
     )
 
 
-def in_pool(slots: int, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
+def with_pool(slots: int, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
     """The same layouts, whose sequences begin with slots of a pool.
 
     Raises BadInputError for fewer slots than sequences.

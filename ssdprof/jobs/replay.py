@@ -113,8 +113,8 @@ class Resolved:
         names = self.names
         baseline = self.baseline_name
         wanted = self.precisions(dtype)
-        resolve = partial(self.resolve, operator.name)
-        in_place = [name for name in names if _works_in_place(resolve(name))]
+        resolve_name = partial(self.resolve, operator.name)
+        in_place = [name for name in names if _works_in_place(resolve_name(name))]
         if call is not None and call.kind == "decode":
             names = (*STEPS, *in_place)
             baseline = STEPS[0]
@@ -123,10 +123,10 @@ class Resolved:
             names = tuple(name for name in names if name not in in_place)
         compared = [
             replace(kernel, named=kernel.kind == "library")
-            for kernel in map(resolve, names)
+            for kernel in map(resolve_name, names)
             if not kernel.absent
         ]
-        return planned(compared, resolve(baseline), wanted, dtype)
+        return planned(compared, resolve_name(baseline), wanted, dtype)
 
 
 def _works_in_place(kernel: Implementation) -> bool:

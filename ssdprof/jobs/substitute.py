@@ -11,7 +11,7 @@ from ssdprof import operators
 from ssdprof.capture.conv_and_norm import CONVOLUTION, gated_norms
 from ssdprof.capture.intercept import OperatorCall, Result
 from ssdprof.checkpoint.mixers import Mixer, is_attention
-from ssdprof.core.base import PartName, grouped
+from ssdprof.core.base import PartName, distinct, grouped
 from ssdprof.environment import child
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.state_formats import StateFormat
@@ -142,11 +142,10 @@ def _kernel_times(work: Sequence[GpuWork]) -> dict[str, float]:
     """Microseconds by the name of the kernel: of the `_SHOWN` longest ones, and of all others
     together.
     """
-    kernels = {
-        name: sum(us for *_, us in launches)
-        for name, launches in grouped(work, lambda kernel: kernel[1]).items()
-    }
-    longest_first = sorted(kernels.items(), key=lambda item: -item[1])
+    us_of_kernels: dict[str, float] = {}
+    for _, kernel, us in work:
+        us_of_kernels[kernel] = us_of_kernels.get(kernel, 0.0) + us
+    longest_first = sorted(us_of_kernels.items(), key=lambda item: -item[1])
     times = dict(longest_first[:_SHOWN])
     if len(longest_first) > _SHOWN:
         times["others"] = sum(us for _, us in longest_first[_SHOWN:])
@@ -157,12 +156,9 @@ def _modules(model: nn.Module, mixers: Sequence[Mixer]) -> dict[PartName, list[n
     """The modules of each part of the model that is made of modules, each module once."""
     mixer_modules = [mixer.module for mixer in mixers]
     attention = [module for module in model.modules() if is_attention(module)]
-    norms: dict[nn.Module, None] = {}
-    for mixer in mixers:
-        norms |= dict.fromkeys(gated_norms(mixer))
     return {
         "mixer": list(dict.fromkeys(mixer_modules)),
-        "gated norm": list(norms),
+        "gated norm": distinct(map(gated_norms, mixers)),
         "attention": attention,
         "MLP": _mlps(model, {*mixer_modules, *attention}),
     }

@@ -632,7 +632,7 @@ def tokens_of_bench(
             raise reading.both(option, "--packed")
         tokens = reading.parse_kept(options.verify, options.state_every, options.batch, tokens)
     if options.pool:
-        tokens = reading.in_pool(options.pool, tokens)
+        tokens = reading.with_pool(options.pool, tokens)
     return tokens, too_large
 
 

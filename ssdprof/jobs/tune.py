@@ -125,7 +125,7 @@ def _problem(
 ) -> Problem:
     """The problem of cells that share a tuned configuration.  together: each with its inputs."""
     tuning = operator.tunable
-    together = sorted(together, key=lambda generated: generated[0].tokens.seqlen)
+    together = sorted(together, key=lambda cell_and_inputs: cell_and_inputs[0].tokens.seqlen)
     largest, longest = together[-1]  # the cell with the longest sequences, and its inputs
     # as in a bench: exact intermediates with fp32 states, relaxed ones with the inputs' dtype
     (precision,) = requested_precisions(largest.dtype, intermediates, None)
@@ -216,7 +216,7 @@ def tune(
                 del problem  # frees its inputs before those of the next one are generated
         except torch.OutOfMemoryError as error:
             writer.leave_out(
-                f"{cells_of_layer[0].shape.name}, {wanted}",
+                f"{cells_of_layer[0].shape.name}, {cells_of_layer[0].dtype}, {wanted}",
                 f"not all of it was searched: out of memory: {first_line(error)}",
             )
     writer.update(complete=True)

@@ -116,8 +116,8 @@ def stepped_states(
 def _by_function(
     inputs: Inputs, state_format: StateFormat, step: int, marks: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """`stepped_states` for a user's function: one call of the implementation `DECODER` and one of
-    the function for each step of each sequence.
+    """`stepped_states` for a user's function: one call of the function for the initial state of
+    each sequence, then one of the implementation `DECODER` and one of the function for each step.
     """
     positional = operators.get(inputs.operator).binding.positional(inputs)
     run = kernels.get(inputs.operator, DECODER).run

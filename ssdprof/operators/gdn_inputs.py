@@ -151,7 +151,9 @@ def g_above_0(inputs: GDNInputs) -> None:
 
 
 def slow_heads(inputs: GDNInputs) -> None:
-    """Heads 0 and 2 that hardly forget: their g is 2^7 and 2^6 times smaller."""
+    """Heads 0 and 2 that hardly forget: their g is 2^7 and 2^6 times smaller, and 0 where it was
+    above 0.
+    """
     inputs.g[:, :, :3:2] = inputs.g[:, :, :3:2].clamp(max=0) * 2.0**-7
     inputs.g[:, :, 2] *= 2
 

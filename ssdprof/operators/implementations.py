@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ssdprof import kernels, operators
-from ssdprof.core.base import DType
+from ssdprof.core.base import DType, distinct
 from ssdprof.errors import BadInputError, MissingCapabilityError, library_message, nearest
 from ssdprof.kernels import registry
 from ssdprof.kernels.registry import Implementation
@@ -122,11 +122,7 @@ def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...
 
     No implementation is imported: one that is known may still be missing on this machine.
     """
-    names: dict[str, None] = {}  # a set in order
-    for operator in operators.records():
-        names |= dict.fromkeys(known(operator))
-    for name in besides:
-        names.pop(name, None)
+    names = [name for name in distinct(map(known, operators.records())) if name not in besides]
     unknown = [word for word in words if ":" not in word and word.partition("=")[0] not in names]
     if unknown:
         raise BadInputError(
@@ -411,7 +407,8 @@ def _type(value: object) -> str:
 @contextmanager
 def _current_directory_first() -> Iterator[None]:
     """Put the current directory first on sys.path, as Python does for a script.  Afterwards it is
-    last, so that later imports of the user's kernel still find its modules.
+    where it was before, or else last, so that later imports of the user's kernel still find its
+    modules.
     """
     here = str(Path.cwd())
     sys.path.insert(0, here)

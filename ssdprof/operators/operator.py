@@ -76,15 +76,15 @@ class Stages:
         """Read the stages of the operator of this name from its table in `stages/`."""
         file = Path(__file__).parent / "stages" / f"{operator}.toml"
         table = tomllib.loads(file.read_text("utf-8"))
-        kernels: dict[str, str] = {}
+        implementation_of: dict[str, str] = {}  # function name of a kernel -> what launches it
         for implementation, launched in table["launches"].items():
-            kernels |= dict.fromkeys(launched, implementation)
+            implementation_of |= dict.fromkeys(launched, implementation)
         for entry in table["source"]:
             entry["starts"] = {int(line): stage for line, stage in entry.get("starts", {}).items()}
         return cls(
             order=tuple(table["order"]),
             words=_SHARED_STAGE_WORDS | table["words"],
-            kernels=kernels,
+            kernels=implementation_of,
             sources={entry["sha256"]: entry for entry in table["source"]},
         )
 

@@ -161,12 +161,12 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
         implementation = operator_stages.kernels.get(name, "") or sources.implementation(name)
     count = kernel.number(_SAMPLE_COUNT)
     if count is None:
-        count = sum(kernel.totals.values()) or None
+        count = sum(kernel.totals.values())
     stalls = KernelStalls(
         kernel=name,
         implementation=implementation,
         **facts,
-        sample_count=None if count is None else round(count),
+        sample_count=round(count) or None,
         samples=most_first(kernel.totals),
         average=averages,
         stages=stages,

@@ -68,7 +68,7 @@ ERRORS = {
     ),
     "No kernels were profiled": (
         "ncu profiled no kernel: none of the requested kernels was launched inside the range.",
-        "Does this implementation launch Triton kernels?",
+        "Name an implementation that launches Triton kernels in every call.",
     ),
 }
 
@@ -93,7 +93,8 @@ class Job(Record):
 
 
 def target(job: Job, launched: Path) -> tuple[str, ...]:
-    """The command of the process that makes the job's call, at last once inside the range `RANGE`.
+    """The command of the process that makes the job's call several times, the last time inside the
+    range `RANGE`.
 
     launched: the file into which it writes the launches of the call, or its error.
     """

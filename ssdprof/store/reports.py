@@ -321,13 +321,14 @@ def opened(
         if ranks:
             _tell_open(path, ranks)
         writer = _resumed(path, header, file, watcher)
+        earlier_seconds = writer.report.first.seconds  # of the interrupted process
         tell(f"report {rank} {path.resolve()}")
         try:
             yield writer
             if rank == FIRST:
                 _sample_in_others(writer, watcher)
-            seconds = writer.report.first.seconds or round(time.monotonic() - began, 3)
-            writer.update(complete=True, seconds=seconds)
+            seconds = earlier_seconds + time.monotonic() - began
+            writer.update(complete=True, seconds=round(seconds, 3))
             writer.flush()
             if ranks and ranks.is_first:
                 _wait(path, ranks)

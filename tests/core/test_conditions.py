@@ -86,9 +86,9 @@ rms:base+3% => compares with another report => compare --fail-if
 speedup:-1 => cannot be read => speedup:1.5
 match:99 => does not fit match => Write match:99%.
 match:101% => does not fit match => Write match:99%.
-match@1e-4:99% => has an unknown place => match takes 0, 1e-3, 1e-2.
-rms@1e-3:1 => has an unknown place => rms takes no @.
-time@gpu:3 => has an unknown place => time takes call, device.
+match@1e-4:99% => has an unknown word after @ => match takes 0, 1e-3, 1e-2.
+rms@1e-3:1 => has an unknown word after @ => rms takes no @.
+time@gpu:3 => has an unknown word after @ => time takes call, device.
 rms:9e999 => does not fit rms => rms:1.5
 """
 CHANGES = """\
@@ -99,8 +99,8 @@ speedup:base+3% => does not fit speedup => Write speedup:base-3%.
 speedup:1.5 => cannot be read => Write speedup:base-3%.
 match:base+0.1 => does not fit match => Write match:base-0.1.
 match:base-0.1% => does not fit match => Write match:base-0.1.
-match@1e-4:base-0.1 => has an unknown place => match takes 0, 1e-3, 1e-2.
-rms@1e-3:base+1% => has an unknown place => rms takes no @.
+match@1e-4:base-0.1 => has an unknown word after @ => match takes 0, 1e-3, 1e-2.
+rms@1e-3:base+1% => has an unknown word after @ => rms takes no @.
 launches:base-1 => does not fit launches => Write launches:base+0.
 kl:base+9e999 => does not fit kl => Write kl:base+0.001.
  => is of an unknown metric => Choose from: speedup

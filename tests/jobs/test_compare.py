@@ -389,6 +389,11 @@ def test_of_the_first_calls_on_both_inputs_the_slower_one_is_told():
     verdict = compared([entry])["a"].changed(first_call={"seconds": 3, "compiled": {"kernel": 2.5}})
     (case,) = Comparer().compare([entry], "x", {entry.key: verdict})
     assert case.first_call == verdict.first_call
+    first, second = entries("c", chunk_sizes=(16, 32))
+    tried = verdict.changed(chunk_size=16)
+    again = tried.changed(first_call={"seconds": 3, "compiled": {"kernel": 1}})
+    _, case = Comparer()._fastest({first: tried, second: again}, FakeTimer())
+    assert case.first_call == verdict.first_call
 
 
 # --- first calls
