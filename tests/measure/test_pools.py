@@ -51,7 +51,9 @@ def working_in_place(kernel: Kernel, operator: str = "gdn"):
 def trial(implementation: Implementation, inputs: Any = None) -> Trial:
     given = step() if inputs is None else inputs
     isolated = IsolatedFirstCall()
-    return probes._trial(implementation, given, Precision(), isolated, every=True, interpreted=True)
+    return probes._trial(
+        implementation, given, Precision(), isolated, by_every_law=True, interpreted=True
+    )
 
 
 def found_by(of_kernel: Trial, laws: Iterable[str]) -> dict[str, tuple[str, str]]:
