@@ -302,9 +302,9 @@ def _in_room(law: Callable[[pools.Room], None], room: pools.Room) -> str:
     try:
         law(room)
     except Skipped as refusal:
-        if not room.kept:
+        if not room.harmless:
             raise
-        return f"in {room.kept} of its calls: {refusal}"
+        return f"in {room.harmless} of its calls: {refusal}"
     return ""
 
 

@@ -112,9 +112,9 @@ def test_a_call_that_ends_its_process_breaks_its_law_and_is_kept(
 ):
     laws = (REPEATS, "causality", "linearity")
     monkeypatch.setattr(probes, "laws_of", lambda _trial: {law: LAWS[law] for law in laws})
-    kept: list[tuple[str, bool, object]] = []
+    kept = []
 
-    def keep(law: str, inputs: SSDInputs, output: object) -> None:
+    def keep(law, inputs, output):
         kept.append((law, bool(inputs.x.max() > 100), output))
 
     prober = probes.Prober(IsolatedFirstCall(limit_s))
