@@ -70,15 +70,15 @@ class Call:
         function makes several calls, or copies the states.
         """
         implementation = self.implementation
-        is_cut = self._inputs_of_calls[0] is not self.inputs
+        is_cut = self.inputs_of_calls[0] is not self.inputs
         if not (is_cut or self._copies_states):
             return partial(implementation.run, self.inputs, self.precision)
         return partial(
-            in_pieces, implementation, self._inputs_of_calls, self.precision, is_cut=is_cut
+            in_pieces, implementation, self.inputs_of_calls, self.precision, is_cut=is_cut
         )
 
     @cached_property
-    def _inputs_of_calls(self) -> list[Inputs]:
+    def inputs_of_calls(self) -> list[Inputs]:
         """The inputs of each call of the implementation: one, or a piece for each state that is
         returned.  Every piece but the first gets its initial states from the call before.
         """
@@ -109,12 +109,12 @@ class Call:
         """The implementation's plan.  Its reason also names the several calls and the copies that
         `run` makes.
         """
-        inputs = self._inputs_of_calls[0]
+        inputs = self.inputs_of_calls[0]
         if self._copies_states:
             inputs = inputs.after(self.inputs.initial)
         plan = self.implementation.plan(inputs, self.precision)
         reason = plan.reason
-        calls = len(self._inputs_of_calls)
+        calls = len(self.inputs_of_calls)
         if calls > 1:
             copies = "one for each state, and copies that join the states"
             reason = f"{calls:,} calls, {copies}; {reason}"

@@ -245,11 +245,10 @@ class Trial:
         """
         with self._latest_kept():
             try:
-                self.run(inputs)
+                with suppress(Broken):
+                    self.run(inputs)
             except Skipped:
                 return False
-            except Broken:
-                return True
         return True
 
     @contextmanager
@@ -422,9 +421,9 @@ def judge_kinds(
             refusals.append(refusal)
     if not kinds:
         raise Skipped(otherwise)
-    not_tested = [refusal for refusal in refusals if refusal.holds == "not tested"]
-    if not_tested:
-        raise not_tested[0]
+    for skipped in refusals:
+        if skipped.holds == "not tested":
+            raise skipped
     if len(refusals) == len(kinds):
         raise refusals[0]
 

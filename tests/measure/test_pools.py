@@ -16,7 +16,7 @@ from ssdprof.jobs.failures import keeping, load_call
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.measure import pools, probes
-from ssdprof.measure.isolate import IsolatedFirstCall
+from ssdprof.measure.isolate import IsolatedFirstCall, try_call
 from ssdprof.measure.laws import Trial
 from ssdprof.measure.probes import Prober
 from ssdprof.operators import serving
@@ -290,6 +290,11 @@ def raising(inputs) -> Output:
 )  # fmt: skip
 def test_a_law_names_the_first_place(law, kernel: Kernel, place):
     assert place in tried(law, kernel)
+
+
+def test_a_write_behind_the_pool_of_a_first_call_is_named_so():
+    _, reason = try_call(working_in_place(writing_between_slots), step(), Precision())
+    assert "behind its pool of states, of shape (4, 2, 16, 16)" in reason
 
 
 def test_a_call_of_padding_alone_changes_no_slot():

@@ -49,8 +49,11 @@ def probed(
     return {probe.name: probe for probe in results}
 
 
-def law(name: str, kernel: Kernel, inputs, keep: Any = None, **changes) -> Probe:
-    """What this law says of the kernel; the others are not tested."""
+def law(name: str, kernel: Kernel, inputs, kept: Any = None, **changes) -> Probe:
+    """What this law says of the kernel; the others are not tested.  kept: gets the call that
+    breaks it.
+    """
+    keep = None if kept is None else lambda *call: kept.extend(call)
     with only(name):
         return probed(kernel, inputs, keep=keep, **changes)[name]
 
@@ -265,7 +268,7 @@ def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule():
         return out * inputs.g.clamp(min=0).cumsum(1).exp()[..., None].to(out.dtype), states
 
     kept = []
-    edges = law("edge inputs", without_its_clamp, gdn(), lambda *call: kept.extend(call))
+    edges = law("edge inputs", without_its_clamp, gdn(), kept)
     assert edges.detail.startswith(
         "g above 0 (g above 0 counts as 0), in 2 x 321 tokens, 2/6 heads, K 16, V 16: out, head "
     )
@@ -307,7 +310,7 @@ def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it():
         return output
 
     kept = []
-    assert law("edge inputs", changing_its_gate, ssd(), lambda *call: kept.extend(call)) == Probe(
+    assert law("edge inputs", changing_its_gate, ssd(), kept) == Probe(
         name="edge inputs",
         holds="no",
         detail="it changes its inputs: z, with 2 x 321 tokens, 6 heads x 16, state 16, 2 groups",
@@ -321,7 +324,7 @@ def test_the_call_on_all_sequences_is_kept_if_it_is_the_wrong_one():
         return out / len(out), states
 
     kept = []
-    law("sequence alone", half_of_two, ssd(batch=2), lambda *call: kept.extend(call))
+    law("sequence alone", half_of_two, ssd(batch=2), kept)
     assert len(kept[1].x) == 2
 
 
