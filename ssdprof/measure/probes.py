@@ -291,8 +291,8 @@ def _between_calls(trial: Trial, name: str, keep: Keep | None) -> Probe:
 
 
 def _in_room(law: Callable[[pools.Room], None], room: pools.Room) -> str:
-    """Test the law, up to the first call that the implementation refuses, or for which there is not
-    enough memory.  Returns the limits within which it holds: the number of calls before that one,
+    """Test the law, up to the first call that the implementation refuses, or that needs more memory
+    than is free.  Returns the limits within which it holds: the number of calls before that one,
     and the reason; empty if all were made.
 
     Raises Skipped if the first call was not made, or if the law needs a GPU.
