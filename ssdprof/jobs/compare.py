@@ -5,7 +5,7 @@ turns those that are right.
     -> sample in turns
 
 Only implementations that passed are timed, and baselines that are outside of their budget
-(`_is_timed`).  Their outputs are checked again after the samples.
+(`_may_be_timed`).  Their outputs are checked again after the samples.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Comparer:
             entry, case = self._fastest({entry: cases[entry] for entry in trials}, self.timer)
             if case.trials:
                 yield _until_timed(case, baselines)
-            if _is_timed(case, baselines):
+            if _may_be_timed(case, baselines):
                 timed[entry] = case
 
         for group in grouped(timed, lambda entry: entry.turns).values():
@@ -502,8 +502,8 @@ class _Timed:
         self.cases[label] = self.cases[label].changed(reason=text)
 
 
-def _is_timed(case: Case, baselines: Baselines) -> bool:
-    """Whether a verified case is to be timed.
+def _may_be_timed(case: Case, baselines: Baselines) -> bool:
+    """Whether a verified case may be timed.
 
     A baseline is timed even if it is outside its budget, because the verdicts are on the others.
     An output that a server has recorded cannot be timed.
@@ -514,7 +514,7 @@ def _is_timed(case: Case, baselines: Baselines) -> bool:
 
 def _until_timed(case: Case, baselines: Baselines) -> Case:
     """The case to store until it is timed; see `NOT_TIMED`."""
-    return case.changed(reason=NOT_TIMED) if _is_timed(case, baselines) else case
+    return case.changed(reason=NOT_TIMED) if _may_be_timed(case, baselines) else case
 
 
 def _trial_times(entries: Sequence[Entry], timer: CudaTimer) -> dict[Entry, float]:

@@ -208,7 +208,7 @@ def _captured(
     """
     for folder in folders:
         if is_capture(folder):
-            yield folder, _choose(folder, request)
+            yield folder, _choose_capture(folder, request)
             return
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as temporary:
         try:
@@ -219,10 +219,10 @@ def _captured(
         except KeyboardInterrupt:
             # without the message of `capture`: the folder that it names is deleted here
             raise KeyboardInterrupt from None
-        yield folder, _choose(folder, request)
+        yield folder, _choose_capture(folder, request)
 
 
-def _choose(folder: Path, request: StallsOptions) -> LayerCapture:
+def _choose_capture(folder: Path, request: StallsOptions) -> LayerCapture:
     """The capture of the requested layer and length; by default of the longest prompt, and of the
     middle one of its layers.
 

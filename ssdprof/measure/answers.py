@@ -31,7 +31,10 @@ Divergence = dict[str, Tensor]
 
 
 def rows_that_fit(vocabulary: int) -> int:
-    """The number of positions whose logits are compared at once.  vocabulary: number of tokens."""
+    """The number of positions whose logits are compared at once, at least 1.
+
+    vocabulary: number of tokens.
+    """
     return max(1, _WORKING_BYTES // (8 * _FP64_COPIES * vocabulary))
 
 
@@ -91,7 +94,7 @@ def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
     cut = {name: tensor[start:stop] for name, tensor in comparison.items()}
     kl = cut["kl"].numpy()
     margin = cut["margin"]
-    # without the last position of the prompt, where losses are NaN
+    # Without positions whose losses are not finite: at the last one of the prompt they are NaN.
     losses = torch.stack([cut["reference_loss"], cut["loss"]])
     reference_losses, other_losses = losses[:, losses.isfinite().all(0)].numpy()
     flipped = (cut["token"] != cut["reference_token"]).nonzero()[:, 0]  # positions in the band
@@ -113,7 +116,7 @@ def _band(comparison: Divergence, start: int, stop: int) -> AnswerBand:
 
 
 def _perplexities(reference: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, Any]:
-    """The perplexities of a band, as fields of `AnswerBand`; None if there is no loss.
+    """The perplexities of a band, as fields of `AnswerBand`, which are None if there is no loss.
 
     reference, other: losses at the same positions, (n,), in nats.
     """
@@ -146,7 +149,7 @@ def _at(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
 
 # --- the mean of an autocorrelated series
 
-RESAMPLES = 2000  # of the bootstrap
+RESAMPLES = 2000  # samples of the bootstrap
 _SEED = 0
 
 

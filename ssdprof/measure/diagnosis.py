@@ -24,7 +24,7 @@ BORDERS = (16, 32, 64, 128, 256)  # sizes of chunks and tiles, at whose multiple
 MOST_POSITIONS = 2048  # the most positions on which roundings are compared
 ALIKE_RATIO = 1.5  # errors count as equally large up to this ratio
 FAR_ABOVE = 16  # a row is wrong if its relative error exceeds so many unit roundoffs
-COARSE = (torch.bfloat16, torch.float16)
+COARSE = (torch.bfloat16, torch.float16)  # dtypes to which something may have been rounded
 
 
 def diagnosed(
@@ -33,7 +33,7 @@ def diagnosed(
     """The accuracies, with a remark on each tensor that does not pass and is finite, and on the
     first tensor whose exact value is not finite.
     """
-    diagnosed: list[Accuracy] = []
+    with_remarks: list[Accuracy] = []
     exact_is_finite = True
     for accuracy in accuracies:
         if exact_is_finite and accuracy.floor.nonfinite:
@@ -41,13 +41,13 @@ def diagnosed(
             accuracy = accuracy.changed(remark=_nonfinite_inputs(inputs))
         elif accuracy.reason and not accuracy.vs_oracle.nonfinite:
             accuracy = accuracy.changed(remark=_remark(inputs, candidate, accuracy))
-        diagnosed.append(accuracy)
-    return tuple(diagnosed)
+        with_remarks.append(accuracy)
+    return tuple(with_remarks)
 
 
 def _remark(inputs: Inputs, candidate: Candidate, accuracy: Accuracy) -> str:
-    """Where the error of a tensor begins, and a rounding that explains it; empty if the tensor is
-    within its budget.
+    """Where the error of a tensor begins, and a rounding that is as large.  Empty if neither is
+    known, or if the tensor is within its budget and fails by another test.
     """
     exceeded = [use for use in accuracy.budget if use.error > use.budget]
     if not exceeded:
@@ -62,7 +62,7 @@ def _remark(inputs: Inputs, candidate: Candidate, accuracy: Accuracy) -> str:
 
 def _nonfinite_inputs(inputs: Inputs) -> str:
     """The inputs that hold NaN, or else infinity, and the first place: "k and v hold NaN, first at
-    position 3 of sequence 0".  If there are none, the answer overflows.
+    position 3 of sequence 0".  If there are none, that the answer overflows.
     """
     if inputs.state_indices is not None:  # other slots of the pool do not count
         inputs = inputs.after(inputs.initial)
@@ -98,7 +98,7 @@ def _first_place(inputs: Inputs, faulty: dict[str, Tensor]) -> str:
 def _beginning(inputs: Inputs, output: Output, is_out: bool, use: BudgetUse) -> str:
     """The first sequence in which the head of `use` is outside its budget, and where in it the
     error of `out` begins: "from position 128 of sequence 0 (300 tokens) on, a multiple of 128, all
-    is wrong".
+    is wrong".  Empty if each row of all sequences is within the budget of the head.
 
     is_out: whether `out` is wrong; else `final_states` is.
     """
@@ -147,8 +147,8 @@ def _beginning_in(name: str, first: int, border: int | None) -> str:
 
 
 def _border(wrong: Tensor, first: int) -> int | None:
-    """The position before which at least nine of ten positions of a sequence are right, and from
-    which on at least nine of ten are wrong; None if there is none.
+    """The position that separates right positions of a sequence from wrong ones best: at least nine
+    of ten before it are right, and nine of ten from it on are wrong.  None if none does so.
 
     wrong: (l), 1 for a wrong position, else 0.
     first: the first position outside of the budget.  The error has begun there, or before it.
@@ -166,9 +166,10 @@ def _border(wrong: Tensor, first: int) -> int | None:
 
 def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
     """A phrase such as "the error is as large as if states were kept in bf16"; empty if no rounding
-    causes an error of this size.
+    causes an error of this size in most heads.
 
-    The RMS errors of heads are compared, at the beginning of the longest sequence.
+    The RMS errors of heads are compared, at the beginning of the longest sequence.  For
+    `final_states`, that must not have more than `MOST_POSITIONS`.
     """
     oracle = operators.get(inputs.operator).oracle
     span = longest_of(inputs)
@@ -205,9 +206,11 @@ def _coarser(
 ) -> Iterator[tuple[str, Output]]:
     """Roundings that the precision does not allow, in words, and outputs with them.
 
-    part: one sequence.  exact: its exact tensor, fp64.  dtype: the dtype of the tensor under test.
+    part: one sequence.
+    exact: its exact tensor under test, `out` or `final_states`, in fp64.
+    dtype: the dtype of that tensor.
     """
-    others = {}
+    others: dict[str, Precision] = {}  # by words
     for coarse in COARSE:
         if torch.finfo(coarse).eps > torch.finfo(precision.state_dtype).eps:
             words = f"states were kept in {dtype_name(coarse)}"
@@ -220,11 +223,14 @@ def _coarser(
             yield words, form
     for coarse in COARSE:
         if torch.finfo(coarse).eps > torch.finfo(dtype).eps:
-            yield f"it were rounded to {dtype_name(coarse)}", (exact.to(coarse), exact.to(coarse))
+            rounded = exact.to(coarse)  # in both places: the caller reads that of its tensor
+            yield f"the tensor were rounded to {dtype_name(coarse)}", (rounded, rounded)
 
 
 def _forms(part: Inputs, precision: Precision) -> Iterator[Output]:
-    """The outputs of one sequence with the roundings of a precision: one for each chunk length."""
+    """The outputs of one sequence with the roundings of a precision: one for each chunk length,
+    (1, l, h, ...) and (1, h, ...).
+    """
     oracle = operators.get(part.operator).oracle
     (span,) = spans_of(part)
     for chunk in (oracle.chunk_size(part), *oracle.shorter_chunks(part)):

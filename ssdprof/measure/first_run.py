@@ -70,17 +70,18 @@ class Call:
         function makes several calls, or copies the states.
         """
         implementation = self.implementation
-        is_cut = self._inputs_of_calls[0] is not self.inputs
+        is_cut = self.inputs_of_calls[0] is not self.inputs
         if not (is_cut or self._copies_states):
             return partial(implementation.run, self.inputs, self.precision)
         return partial(
-            in_pieces, implementation, self._inputs_of_calls, self.precision, is_cut=is_cut
+            in_pieces, implementation, self.inputs_of_calls, self.precision, is_cut=is_cut
         )
 
     @cached_property
-    def _inputs_of_calls(self) -> list[Inputs]:
-        """The inputs of each call of the implementation: one, or a piece for each state that is
-        returned.  Every piece but the first gets its initial states from the call before.
+    def inputs_of_calls(self) -> list[Inputs]:
+        """The inputs of each call of the implementation: one, or, if it does not keep the wanted
+        states, the pieces that end at these (`pieces`).  Every piece but the first gets its initial
+        states from the call before, when it is made.
         """
         if not self.inputs.state_every or self.implementation.keeps(self.inputs):
             return [self.inputs]
@@ -106,15 +107,15 @@ class Call:
         return free_memory(self.device) // 2 // (out_bytes + states_bytes)
 
     def _plan(self) -> Plan:
-        """The implementation's plan.  Its reason also names the several calls and the copies that
-        `run` makes.
+        """The implementation's plan for the first call.  Its reason also names the several calls
+        and the copies that `run` makes.  Raises what `Implementation.plan` raises.
         """
-        inputs = self._inputs_of_calls[0]
+        inputs = self.inputs_of_calls[0]
         if self._copies_states:
             inputs = inputs.after(self.inputs.initial)
         plan = self.implementation.plan(inputs, self.precision)
         reason = plan.reason
-        calls = len(self._inputs_of_calls)
+        calls = len(self.inputs_of_calls)
         if calls > 1:
             copies = "one for each state, and copies that join the states"
             reason = f"{calls:,} calls, {copies}; {reason}"
@@ -123,9 +124,8 @@ class Call:
         return replace(plan, reason=reason)
 
     def as_fp32(self, output: Output) -> Output:
-        """The output in the form that is compared with the oracle, with final states in fp32.
-
-        Only a library's, and those that a server recorded, may have another dtype.
+        """The output in the form that is compared with the oracle: final states of a library, and
+        those that a server recorded, converted to fp32.  Those of others must be in fp32.
         """
         out, final_states = output
         if self.implementation.kind in ("library", "served"):
@@ -136,12 +136,13 @@ class Call:
         self, seconds: float | None = None, *, launches: bool = True
     ) -> tuple[Output | None, Fields]:
         """Plan and run the call.  Returns the output, None unless it ran, and the fields of its
-        case.
+        case: those that are known when it fails.
 
         An error of the implementation becomes a status and a reason.
         seconds: the call is timed, and stopped with TimeIsUp after this number of seconds; None: it
             is neither timed nor stopped.
-        launches: record the Triton kernels that run, which walks all live objects.
+        launches: whether to record the Triton kernels that run, which walks all live objects.
+            Otherwise the plan is recorded in their place.
 
         Raises MissingCapabilityError if a fault in the call made the GPU unusable, and
         KeyboardInterrupt if the call is interrupted.
@@ -172,7 +173,7 @@ class Call:
         except Exception as error:
             status, reason = status_of(error, self.device, self.implementation.name)
             return None, fields | {"status": status, "reason": reason}
-        # without a Triton kernel to inspect, the plan describes the launch
+        # the plan describes the launch if no Triton kernel was recorded
         planned = Launch(kernel=self.implementation.name, config=dict(plan.config))
         return output, fields | {
             "status": "ran",
@@ -231,7 +232,9 @@ def timed_first_call(
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeIsUp in the block after this number of seconds."""
+    """Raise TimeIsUp in the block after this number of seconds, and each `_REPEAT_S` again; never
+    for infinity.  For the main thread alone, because it handles a signal.
+    """
     if math.isinf(seconds):
         yield
         return
@@ -285,6 +288,8 @@ def refuse_if_lost(device: torch.device, culprit: str, error: Exception) -> None
 
     After a fault in one kernel, all later CUDA calls fail, and other implementations would be
     blamed.
+
+    culprit: names what ran before.  error: what it raised.
     """
     if not _answers(device):
         raise MissingCapabilityError(
@@ -307,7 +312,9 @@ def refuse_if_interrupted(error: Exception) -> None:
 
 
 def _answers(device: torch.device) -> bool:
-    """Whether the GPU still works: after a fault, no call of this process can use it."""
+    """Whether the GPU still works: after a fault, no call of this process can use it.  True for a
+    CPU.
+    """
     if device.type != "cuda":
         return True
     try:
@@ -342,8 +349,8 @@ def _trail(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message that is not empty; if there is none, the place where
-    the error was raised.
+    """The first line of the error's message that is not empty; if there is none, a phrase with the
+    place where the error was raised.
 
     Messages of compilers and of CUDA may fill pages.
     """
@@ -429,7 +436,8 @@ def _constants(source: object) -> dict[str, Any]:
     """The compile-time arguments of a kernel, by name.
 
     An argument that groups several constants, as bundled kernels have it, is listed by its fields.
-    A kernel that was not compiled from Python source has none.
+    A kernel that was not compiled from Python source has none.  Arguments that are constants only
+    because of their values, such as None and 1, are left out.
     """
     constants: dict[str, Any] = {}
     if isinstance(source, ASTSource):
@@ -451,11 +459,11 @@ _peaks_before_reset: dict[int, int] = {}
 
 
 def run_and_measure(run: Run, device: torch.device) -> tuple[Output, int | None, str]:
-    """The call's output, its workspace in bytes, and the phrase of `completed`.
+    """The call's output, its workspace in bytes, None on the CPU, and the phrase of `completed`.
 
-    The workspace is the peak of the call's allocations through torch, without the output; None on
-    the CPU.  The function is meant for an implementation's first call, which also allocates memory
-    that later calls reuse.
+    The workspace is the peak of the call's allocations through torch, without the output.  The
+    function is meant for an implementation's first call, which also allocates memory that later
+    calls reuse.
 
     Waits for the GPU, so that an error of a kernel is raised here.
     """

@@ -1,9 +1,10 @@
 """Keeps a user's kernel, and a library that the user named, from harming this process and other
 calls: by guards around memory, and by a separate process for first calls.
 
-A call that hangs is stopped.  A call that crashes ends its own process, with its own CUDA context.
-All tensors of the call lie between guards.  These hold bytes of 0xFF, a NaN in every floating
-dtype, so that reads out of bounds give NaN in the output.
+A first call that hangs is stopped.  One that crashes ends its own process, with its own CUDA
+context.  Its inputs, and what it allocates with functions such as torch.empty, lie between guards;
+in later calls the inputs do.  Guards hold bytes of 0xFF, a NaN in every floating dtype, so that
+reads out of bounds give NaN in the output.
 
     python -m ssdprof.measure.isolate FOLDER PARENT
 
@@ -43,7 +44,9 @@ from ssdprof.measure.first_run import Call, type_and_message
 from ssdprof.operators import implementations
 
 GUARD_BYTES = 1 << 20  # bytes of the guard on each side
-_ALIGNED = 512  # bytes; a copy has the same offset from a multiple of it as the tensor
+# Bytes.  A copy has the same offset from a multiple of it as the tensor: on a GPU.  On a CPU, where
+# torch aligns memory to 64 bytes, it has the same offset from a multiple of 64.
+_ALIGNED = 512
 # names of the functions of torch that allocate tensors
 _ALLOCATION = re.compile("(new_)?(empty|zeros|ones|full)(_strided|_like)?")
 
@@ -74,9 +77,9 @@ class _Block:
         return cls(memory=memory, start=start, stop=start + size, names=names)
 
     def allocated(self, tensor: Tensor, offset: int) -> Tensor:
-        """A tensor in the block, with the shape, strides and dtype of `tensor`.
+        """A tensor in the block, with the shape, strides and dtype of `tensor`, not its values.
 
-        offset: bytes from the start of the block.
+        offset: bytes from `start` to its first element.
         """
         block = self.memory[self.start + offset : self.start + offset + _extent(tensor)]
         return block.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -100,7 +103,7 @@ class _Block:
 class GuardedInputs:
     """A copy of an operator's inputs between guards, with the same strides and alignment.
 
-    inputs: the copy.  Tensors that share memory share it in the copy.
+    inputs: the copy.  Tensors that share memory share it in the copy, too.
     """
 
     def __init__(self, inputs: Inputs) -> None:
@@ -113,7 +116,7 @@ class GuardedInputs:
         self._fingerprints = fingerprints(copies)
 
     def out_of_bounds(self) -> str:
-        """A phrase on writes to the inputs or next to them; empty if there were none."""
+        """A phrase on writes to the inputs, or else next to them; empty if there were none."""
         if fault := changes(self._fingerprints, self.inputs.tensors):
             return fault
         for block, bits in self._blocks:
@@ -126,7 +129,7 @@ class GuardedInputs:
 
 
 class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which torch allocates tensors between guards."""
+    """A context in which functions such as torch.empty allocate tensors between guards."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -140,9 +143,10 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch.  A tensor that it allocates is replaced by one between guards.
+        """Call a function of torch.  If it is one of `_ALLOCATION`, its tensor is replaced by one
+        between guards.
 
-        Tensors without memory, such as empty ones and those on the meta device, stay.
+        Tensors without elements, on the meta device, or that are not strided stay.
         """
         tensor = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
@@ -159,14 +163,19 @@ class GuardedAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         guarded = block.allocated(tensor, 0)
         return guarded if "empty" in name else guarded.copy_(tensor)
 
-    def out_of_bounds(self) -> str:
+    def out_of_bounds(self, pools: Sequence[Tensor] = ()) -> str:
         """A phrase on writes next to the tensors; empty if there were none.
+
+        pools: the pools of states among the tensors, which the kernel did not allocate itself.
 
         Called while the context is open.
         """
+        shapes = {pool.untyped_storage().data_ptr(): tuple(pool.shape) for pool in pools}
         for block in self._blocks:
             if place := block.overrun():
-                return f"it writes out of bounds, {place} {block.names[0]}"
+                shape = shapes.get(block.memory.untyped_storage().data_ptr())
+                words = f"its pool of states, of shape {shape}" if shape else block.names[0]
+                return f"it writes out of bounds, {place} {words}"
         return ""
 
 
@@ -191,6 +200,7 @@ def _copied(tensors: Mapping[str, Tensor]) -> Iterator[tuple[_Block, dict[str, T
         _, tensor_of_storage = sharing[0]
         first = min(tensor.data_ptr() for _, tensor in sharing)
         size = max(tensor.data_ptr() + _extent(tensor) for _, tensor in sharing) - first
+        # these bytes of the memory that the tensors share, as a tensor
         source = torch.empty(0, dtype=torch.uint8, device=tensor_of_storage.device)
         storage = tensor_of_storage.untyped_storage()
         source.set_(storage, first - storage.data_ptr(), (size,), (1,))
@@ -204,21 +214,21 @@ def _copied(tensors: Mapping[str, Tensor]) -> Iterator[tuple[_Block, dict[str, T
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes of memory from the first to the last element, with gaps between strides."""
+    """Bytes of memory from the first to the last element, with the gaps between elements."""
     if not tensor.numel():
         return 0
-    last = 0  # index in memory of the last element
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        last += (size - 1) * stride
+    sizes_and_strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes_and_strides)  # index in memory
     return (last + 1) * tensor.element_size()
 
 
 @contextmanager
 def while_it_runs(case: Case | None) -> Iterator[None]:
-    """Tell the parent process which case runs in the block, in case this process ends there.
+    """Tell the parent process which case runs in the block, in case this process ends there.  None:
+    it is not told.
 
     At the end of the block, the settings that a kernel may have changed are restored: the working
-    directory, and torch's gradients and default dtype.  None: no case is told.
+    directory, and torch's default dtype and whether it records gradients.
     """
     folder = Path.cwd()
     grad = torch.is_grad_enabled()
@@ -237,15 +247,16 @@ def while_it_runs(case: Case | None) -> Iterator[None]:
 
 # --- tensors with the memory around them
 
-# A copy of a tensor, and its layout: shape, strides, first element, and elements of its memory
+# A copy of a tensor, and the layout of the tensor: shape, strides, index of its first element in
+# its memory, and number of elements in its memory
 Packed = tuple[Tensor, tuple[tuple[int, ...], tuple[int, ...], int, int]]
 
 
 def packed(tensor: Tensor) -> Packed:
     """A copy of a tensor that can be stored in a file, and its layout.
 
-    If the tensor's memory has at most twice its elements, all of the memory is copied, and with it
-    the guards around a pool of states.
+    If the tensor's memory has at most twice its elements, all of the memory is copied: with the
+    guards around a pool of states, unless the pool is smaller than these.
     """
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), elements
@@ -257,7 +268,8 @@ def packed(tensor: Tensor) -> Packed:
 def unpacked(copy: Tensor, layout: Sequence[Any]) -> Tensor:
     """The tensor that `packed` copied, in its layout.
 
-    If all of its memory was copied, it is a view of the copy.
+    If all of its memory was copied, it is a view of the copy.  Otherwise the memory around it holds
+    any numbers.
     """
     shape, strides, first, elements = layout
     if copy.shape == (elements,):
@@ -269,7 +281,9 @@ def unpacked(copy: Tensor, layout: Sequence[Any]) -> Tensor:
 # --- calls in another process
 
 FIRST_CALL_S = 180.0  # limit in seconds for one first call
-_START_S = 120.0  # seconds for importing torch, or for the oracle, also on a busy machine
+# seconds that the other process may spend between two calls, on a busy machine too: for importing
+# torch, or for the oracle
+_START_S = 120.0
 _STOPPED = 124  # exit code of a process whose call took too long
 _REQUEST = "request.pt"
 _SAID = "said.jsonl"
@@ -279,7 +293,7 @@ CallVerdict = tuple[Status, str]
 
 class IsolatedFirstCall:
     """Makes first calls of users' kernels and of named libraries in another process: one for each
-    precision and each form of the inputs.
+    implementation, precision and form of the inputs.
 
     limit_s: limit in seconds for one call.
     """
@@ -292,7 +306,7 @@ class IsolatedFirstCall:
         self, implementation: Implementation, inputs: Inputs, precision: Precision
     ) -> CallVerdict:
         """The verdict on the first call with inputs of this form, which is made if it was not made
-        earlier.
+        earlier.  An implementation without a `word` is called in this process.
         """
         key = implementation.name, precision, inputs.form
         if key not in self._verdicts:
@@ -304,9 +318,10 @@ class IsolatedFirstCall:
         return self._verdicts[key]
 
     def guarded(self, call: Call, inputs: GuardedInputs) -> Call:
-        """The same call on guarded copies of its inputs, which protect other calls.
+        """The same call on a guarded copy of its inputs, so that it cannot change those of others.
 
-        Before its first run, it is made once in another process.
+        inputs: the copy.
+        Before its first run, the verdict on such a call is asked for.
         """
         precheck = partial(self.verdict, call.implementation, call.inputs, call.precision)
         return replace(
@@ -317,13 +332,14 @@ class IsolatedFirstCall:
 def _tried(
     implementation: Implementation, inputs: Inputs, precision: Precision, limit_s: float
 ) -> CallVerdict:
-    """Make a first call in another process."""
+    """Make a first call in another process.  If that says no verdict, its end is the reason."""
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         module = "ssdprof.measure.isolate"
         said, ended = elsewhere(module, Path(folder), implementation, inputs, precision, limit_s)
-    for status, reason in said:
-        return status, reason
-    return "failed", f"its first call {ending(ended, limit_s)}"
+    if not said:
+        return "failed", f"its first call {ending(ended, limit_s)}"
+    status, reason = said[0]
+    return status, reason
 
 
 ProcessResult = tuple[int | None, str]  # the exit code and the output of a process: see `child.run`
@@ -342,7 +358,8 @@ def elsewhere(
     the process said (`say`), and what `child.run` returns of it.
 
     folder: an empty folder, in which the two processes exchange files.
-    limit_s: limit in seconds for one call.
+    limit_s: limit in seconds for one call, which the module must keep (`limited`).  A process that
+        says nothing for `_START_S` longer is stopped.
     more: other values that the process gets by `requested`.
     """
     request = {
@@ -369,7 +386,9 @@ def elsewhere(
 
 
 def is_stopped(code: int | None) -> bool:
-    """Whether a process with this exit code was stopped because a call took too long."""
+    """Whether a process with this exit code (None: it was killed) took too long, mostly in a call,
+    and was stopped.
+    """
     return code in (None, _STOPPED)
 
 
@@ -390,7 +409,7 @@ def ending(ended: ProcessResult, limit_s: float) -> str:
 def requested() -> tuple[Implementation, Inputs, Precision, dict[str, Any]]:
     """The arguments of `elsewhere` in the process that it started, and its other values.
 
-    This process ends when the one that started it does.
+    From then on, this process ends when the one that started it does.
     """
     child.end_with(int(sys.argv[2]))
     request = torch.load(Path(sys.argv[1]) / _REQUEST, weights_only=True)
@@ -431,7 +450,8 @@ def main() -> None:
 
 @torch.no_grad()
 def try_call(implementation: Implementation, inputs: Inputs, precision: Precision) -> CallVerdict:
-    """Make the first call, in this process, and check the memory around its tensors.
+    """Make the first call, in this process, check the memory around its tensors, and whether all of
+    its output was written.
 
     A library is called once before, without guards around what it allocates.
     """
@@ -452,7 +472,12 @@ def try_call(implementation: Implementation, inputs: Inputs, precision: Precisio
             output, fields = call.first_run()
             if output is None:
                 return fields["status"], fields["reason"]
-            if fault := memory.out_of_bounds():
+            # `in_pool` makes the pool of a kernel that works in place; the first of several calls
+            # has the first block
+            pools: Sequence[Tensor] = ()
+            if implementation.in_place is not None:
+                pools = implementation.copies(call.inputs_of_calls[0])
+            if fault := memory.out_of_bounds(pools):
                 return "failed", fault
     # the GPU is unusable for this process, which ends after this verdict
     except MissingCapabilityError as error:

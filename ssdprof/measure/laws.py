@@ -1,10 +1,11 @@
 """Laws that every correct kernel obeys, tested on inputs that show more faults than a model's own.
 docs/measuring.md describes them.
 
-A law calls one implementation on inputs that are made from a captured call.  It raises `Broken`
-with the first wrong position, or `Skipped` with the reason.  Outputs that must be bitwise
-equal are compared by their bits; others are compared with the oracle, by `accuracy.compare`, as the
-output of the captured call is.  Nothing is timed.
+A law calls one implementation on inputs that are made from a captured call.  It raises `Broken`,
+which says what is wrong and where, or `Skipped` with the reason.  Outputs that must be equal are
+compared element by element (`first_difference`).  Others are compared with the oracle, by
+`accuracy.compare`, as the output of the captured call is (`Trial.outside` says with which room), or
+with outputs that are known in closed form.  Nothing is timed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from math import inf, log2
 from typing import TypeVar
 
@@ -56,25 +57,30 @@ from ssdprof.operators.rounding import unit_roundoff
 
 Watched = Callable[[Inputs], AbstractContextManager[object]]
 Form = TypeVar("Form")  # the type of one form of inputs; a kernel may refuse some forms
-LONGEST = {"cuda": 2048, "cpu": 512}  # positions to which sequences are cut, by type of device
+# the most positions of a sequence; longer ones are cut to their beginning; by type of device
+LONGEST = {"cuda": 2048, "cpu": 512}
 LONGEST_INTERPRETED = 320  # the same in Triton's interpreter
 REPEATED_CALLS = 4  # repeated calls that must agree for a kernel to count as repeating its bits
 REPLACED_FROM = 257  # a position that is one past a border of chunks of 16 to 256
-AMPLIFICATION = 2.0**40  # the factor of a history, unless the implementation neglects a share of it
-AMPLIFIED_SHARE = 32  # the first 1/32 of a sequence is its amplified history
-NEGLIGIBLE_SHARE = 2.0**-6  # a neglected share of a history may be this share of a unit roundoff
+# the largest factor of a history; that of an implementation that neglects a share of it is smaller
+AMPLIFICATION = 2.0**40
+HISTORY_DIVISOR = 32  # the first 1/32 of a sequence is its amplified history
+# a neglected share of an amplified history, relative to the later numbers, is at most this share of
+# a unit roundoff
+NEGLIGIBLE_SHARE = 2.0**-6
 EDGE_INPUTS = "edge inputs"
 AMPLIFIED_HISTORY = "amplified history"
 TURNING_KEYS = "turning keys"
-DROPPED = 0.08  # RMS error from which known outputs are wrong; roundings cause up to 0.03
+DROPPED = 0.08  # relative RMS error above which known outputs are wrong; roundings cause up to 0.03
 # The factor of the budget for a library whose output for the captured call exceeds the budget and
-# is tolerated.  Its RMS error of at most 1 % is about four times that of rounding to bf16.
+# is tolerated.  A choice below 6: the RMS error tolerated there, 1 % (`CLOSE`), is six times that
+# of rounding to bf16.
 TOLERATED_ROOM = 4.0
 TOO_SLOW = "too slow in Triton's interpreter; --laws all tests it"  # why a law is not tested
 
 
 class Broken(Exception):
-    """A law does not hold.  The message says what is wrong, and at which position first."""
+    """A law does not hold.  The message says what is wrong, and where."""
 
 
 class Skipped(Exception):
@@ -93,7 +99,9 @@ def tested(name: str, law: Callable[[], str | None]) -> Probe:
     """Test a law, and return the result.
 
     law: tests it, and returns the limits within which it holds; None or empty: it holds in general.
-    Raises MissingCapabilityError if a fault made the GPU unusable.
+
+    `Broken`, `Skipped` and a lack of GPU memory become results; other errors are raised, such as
+    MissingCapabilityError if a fault made the GPU unusable.
     """
     child.tell(f"law {name}")
     try:
@@ -120,14 +128,15 @@ def untested(name: str, reason: str = TOO_SLOW) -> Probe:
 class Trial:
     """Makes the calls of one implementation for the laws, and judges their outputs.
 
-    inputs: the captured call, or some of its sequences, each cut to `LONGEST` positions.
+    inputs: the captured call, or the beginnings of some of its sequences.
     whole: the captured call.
     isolated: makes first calls of users' kernels and named libraries in another process.
-    long_heads: numbers of heads in histories that are longer than the call; empty: only inputs of
-        the call's form are tried.
-    watched: gives the context in which a call on these inputs is made.
-    latest: the inputs and the output of the latest call, as a list of one pair, to be stored if
-        they broke a law.  If several calls are judged as one longer call, those of the longer one.
+    long_heads: numbers of heads in histories that are longer than the call; empty: histories have
+        the call's form alone.
+    watched: (inputs of a call) -> the context in which the call is made.
+    latest: the inputs of the latest call, and its output, None if it has none: a list of one pair,
+        or empty before the first call.  It is stored if it broke a law.  If several calls are
+        judged as one longer call, it is that of the longer one.
     """
 
     operator: Operator
@@ -138,7 +147,7 @@ class Trial:
     whole: Inputs
     long_heads: Sequence[int]
     watched: Watched = nullcontext
-    latest: list[tuple[Inputs, Output]] = field(default_factory=list)
+    latest: list[tuple[Inputs, Output | None]] = field(default_factory=list)
 
     def run(self, inputs: Inputs) -> Output:
         """The output of a call.
@@ -154,10 +163,11 @@ class Trial:
         )
         if self.implementation.isolated:
             call = self.isolated.guarded(call, GuardedInputs(inputs))
+        self.latest[:] = [(inputs, None)]
         with self.watched(inputs):
             output, fields = call.first_run(launches=False)
         if output is not None:
-            if self.implementation.pools:  # the states are the pool, which a later call may write
+            if self.implementation.pools:  # states may be slots of a pool that a later call writes
                 output = output[0], output[1].clone()
             self.latest[:] = [(inputs, output)]
             return output
@@ -174,10 +184,14 @@ class Trial:
         return self.run(self.inputs)
 
     def judge(self, inputs: Inputs, output: Output, context: str = "") -> None:
-        """Raises Broken unless the output is within its budget.  context: begins the message."""
+        """Raises Broken unless the output is within its budget.  context: begins the message.
+
+        Then `latest` is the judged call, unless that is a part of the latest one.
+        """
         if wrong := self.outside(inputs, output, self.room):
             latest_inputs, _ = self.latest[0]
-            if inputs.length > latest_inputs.length:  # several calls are judged as one
+            # larger: several calls are judged as one, or a whole that was called before its part
+            if inputs.values.numel() > latest_inputs.values.numel():
                 self.latest[:] = [(inputs, output)]
             accuracies = diagnosed(inputs, self._candidate(output), wrong)
             raise Broken(context + "; ".join(accuracy.reason for accuracy in accuracies))
@@ -189,10 +203,13 @@ class Trial:
         )
 
     def outside(self, inputs: Inputs, output: Output, room: float) -> list[Accuracy]:
-        """The accuracies of the tensors that exceed `room` times their budget."""
+        """The accuracies of the tensors that exceed `room` times their budget, with the limits so
+        enlarged, or that are wrong in another way.  For outputs in fp32 the room is larger.
+        """
         out, _ = output
         if out.dtype == torch.float32:
-            # Sums in another order are no fault: their roundings add up as a random walk does.
+            # Sums in another order are no fault: their roundings add up as a random walk over the
+            # positions does.
             room *= out.shape[1] ** 0.5
         wrong: list[Accuracy] = []
         for accuracy in compare(inputs, {"": self._candidate(output)})[""]:
@@ -206,8 +223,8 @@ class Trial:
 
     @cached_property
     def room(self) -> float:
-        """How many times its budget an output may use: 1, or more for a library whose output for
-        the captured call is tolerated outside of the budget.
+        """How many times its budget an output may use: 1, or `TOLERATED_ROOM` for a library whose
+        output for `inputs` is outside of it.
         """
         with self._latest_kept():
             if self.implementation.kind == "library" and self.outside(self.inputs, self.base, 1.0):
@@ -223,20 +240,21 @@ class Trial:
                 return False
 
     def accepts(self, inputs: Inputs) -> bool:
-        """Whether the implementation does not refuse the inputs; it may fail for them."""
+        """Whether a call is made with these inputs: not if the implementation refuses them or
+        raises an error.  A call that does what no call may do has been made.
+        """
         with self._latest_kept():
             try:
-                self.run(inputs)
+                with suppress(Broken):
+                    self.run(inputs)
             except Skipped:
                 return False
-            except Broken:
-                return True
         return True
 
     @contextmanager
     def _latest_kept(self) -> Iterator[None]:
-        """Calls in the block do not change `latest`, because they break no law: they explain one
-        that is broken, or calibrate `room`.
+        """Calls in the block do not change `latest`, because no law is judged by them.  After an
+        exception, `latest` is that of the call that raised it.
         """
         latest = self.latest[:]
         yield
@@ -274,12 +292,15 @@ class Trial:
     @cached_property
     def several_sequences(self) -> Inputs:
         """Inputs with several sequences: those of the call, or its only one as a pack of three
-        parts.
+        parts, each with the initial state of the whole.
+
+        Raises Skipped if it is too short, or if a pack cannot express it.
         """
         first, *others = spans_of(self.inputs)
         if others:
             return self.inputs
-        if "cu_seqlens" not in self.inputs.__dataclass_fields__ or first.length < 4:
+        packs = "cu_seqlens" in self.inputs.__dataclass_fields__ and self.inputs.state_every <= 1
+        if not packs or first.length < 4:
             raise Skipped("there is one sequence, which cannot be divided")
         bounds = [0, first.length // 4, 2 * first.length // 3, first.length]
         parts = [replace(first, start=start, stop=stop) for start, stop in pairwise(bounds)]
@@ -297,9 +318,10 @@ class Trial:
 
     @cached_property
     def halves(self) -> tuple[Inputs, Inputs]:
-        """The longest sequence, cut at the largest power of two that is shorter than it.
+        """The longest sequence, cut at the largest power of two that is shorter than it.  The
+        initial state of the second part is zeros.
 
-        The initial state of the second part is zeros.
+        Raises Skipped if there is none, or if the operator has no initial states.
         """
         (whole,) = spans_of(self.longest)
         middle = (1 << (whole.length - 1).bit_length()) // 2
@@ -311,7 +333,8 @@ class Trial:
         return first, second.after(zeros)
 
     def finer(self) -> Iterator[Inputs]:
-        """The inputs with the model's activations in a finer dtype: fp32, then fp16.
+        """The inputs with the model's activations in a finer dtype: fp32, then fp16 for bf16.  None
+        if they are in fp32.
 
         fp32 is left out if the implementation declares that it cuts operands to tf32.  A dtype in
         which numbers would overflow is left out.
@@ -329,7 +352,9 @@ class Trial:
                 yield replace(self.inputs, **cast)
 
     def with_states(self) -> Iterator[Inputs]:
-        """The inputs with random initial states: as several sequences, then as they are."""
+        """The inputs with random initial states: as several sequences, if they can be divided, then
+        as they are.  None if the operator has no initial states.
+        """
         if not self.inputs.STATES:
             return
         forms = [self.inputs]
@@ -351,31 +376,18 @@ class Trial:
 
     @property
     def histories(self) -> list[Iterator[History[Inputs]]]:
-        """For each kind of history, an iterator that generates its inputs."""
+        """For each kind of history, an iterator over its inputs, with their known outputs.  Empty
+        if the operator has none.
+        """
         histories = self.operator.generated.histories
         return [] if histories is None else list(histories(self.whole, self.long_heads))
-
-    def forms(self) -> Iterator[Inputs]:
-        """Inputs of every form with which the laws are certain to make a call."""
-        yield self.inputs
-        with suppress(Skipped):
-            yield self.several_sequences
-        with suppress(Skipped):
-            yield from self.halves
-        for kind in self.operator.generated.edges(self.inputs):
-            yield kind[0].make()
-        yield from islice(self.finer(), 1)
-        yield from islice(self.with_states(), 1)
-        for histories in self.histories:
-            for inputs, _ in islice(histories, 1):
-                yield inputs
 
 
 def judge_first(forms: Iterable[Form], otherwise: str, judge: Callable[[Form], None]) -> None:
     """Judge the first form that the kernel accepts.
 
-    Raises Skipped if it accepts none: with `otherwise`, and with its refusals.  Raises it also if
-    an earlier form failed with another error, which is no refusal.
+    Raises Skipped if it accepts none: with `otherwise`, and with its refusals.  Raises it also if a
+    form before the accepted one failed with another error, which is no refusal.
     """
     reasons = [otherwise]
     errors: list[Skipped] = []
@@ -409,15 +421,17 @@ def judge_kinds(
             refusals.append(refusal)
     if not kinds:
         raise Skipped(otherwise)
-    not_tested = [refusal for refusal in refusals if refusal.holds == "not tested"]
-    if not_tested:
-        raise not_tested[0]
+    for skipped in refusals:
+        if skipped.holds == "not tested":
+            raise skipped
     if len(refusals) == len(kinds):
         raise refusals[0]
 
 
 def first_difference(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> str | None:
     """A phrase on the first element that differs between two outputs; None if all are equal.
+
+    outputs, others: `out`, or `out` and `final_states`.
 
     Two NaN count as equal.  So do numbers below 2^-100, because a GPU may flush them to zero.
     """
@@ -441,7 +455,7 @@ def first_difference(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> str
 
 
 def repeats_bitwise(trial: Trial) -> None:
-    """The same call gives the same bits again."""
+    """The same call gives the same output again."""
     if difference := first_difference(trial.base, trial.run(trial.inputs)):
         raise Broken(difference)
 
@@ -455,7 +469,9 @@ def inputs_unchanged(trial: Trial) -> None:
 
 
 def other_sequences(trial: Trial) -> None:
-    """If the values of every second sequence become larger, the outputs of the others stay."""
+    """If every second sequence is reversed in time, and its values are amplified, the outputs of
+    the others stay, or stay within their budget.
+    """
     inputs = trial.several_sequences
     spans = spans_of(inputs)
     original = trial.several_outputs
@@ -470,7 +486,8 @@ def other_sequences(trial: Trial) -> None:
 def sequence_alone(trial: Trial) -> None:
     """The last sequence has the same output among others and alone.
 
-    Roundings may differ, because the tiles of a kernel may depend on the shape of the call.
+    If they differ, both must be within their budget: roundings may differ, because the tiles of a
+    kernel may depend on the shape of the call.
     """
     inputs = trial.several_sequences
     last = spans_of(inputs)[-1]
@@ -486,8 +503,9 @@ def sequence_alone(trial: Trial) -> None:
 def causality(trial: Trial) -> None:
     """Later inputs do not change earlier outputs.
 
-    Inputs are replaced from one past a border of chunks on, then from the border on.  If bits of
-    earlier outputs differ, these must be within their budget.
+    Inputs are replaced from one past a border of chunks on, then from the border on, unless that is
+    the start.  In a pack, borders are counted from the start of the pack.  If earlier outputs
+    differ, they must be within their budget.
     """
     length = trial.inputs.values.shape[1]
     if length < 2:
@@ -501,9 +519,10 @@ def causality(trial: Trial) -> None:
 
 
 def _replace_later(trial: Trial, start: int) -> None:
-    """Reverse and amplify the inputs from position `start` on.
+    """Reverse in time the inputs of each sequence from position `start` on, and amplify their
+    values.
 
-    Raises Broken if bits of the outputs before it differ, and these are outside of their budget.
+    Raises Broken if outputs before it differ, and are outside of their budget.
     """
     inputs = trial.inputs
     spans = spans_of(inputs)
@@ -520,8 +539,10 @@ def _replace_later(trial: Trial, start: int) -> None:
 
 
 def linearity(trial: Trial) -> None:
-    """Linear inputs times 2 give outputs times 2: bit by bit if the kernel repeats its bits, else
+    """`Inputs.linear` times 2 give outputs times 2: exactly if the kernel repeats its bits, else
     within the budget.
+
+    Raises Skipped if values or states are in fp16, and bits differ.
     """
     doubled = {name: tensor * 2 for name, tensor in trial.inputs.linear.items()}
     inputs = replace(trial.inputs, **doubled)
@@ -571,10 +592,12 @@ def single_steps(trial: Trial) -> None:
 
 def accepted_tokens(trial: Trial) -> None:
     """A call on drafted tokens returns the state after each.  If a second call begins with any of
-    them, and has the tokens after it, the two have the output of one call.
+    them but the last, and has the tokens after it, the two have the output of one call.
     """
     inputs = trial.longest
     (whole,) = spans_of(inputs)
+    if whole.length < 2:
+        raise Skipped("the call has a single position")
     out, states = trial.run(inputs)
     for accepted in range(1, whole.length):
         later = alone(inputs, replace(whole, start=accepted))
@@ -589,7 +612,7 @@ def accepted_tokens(trial: Trial) -> None:
 def edge_inputs(trial: Trial) -> None:
     """The output for edge inputs is within the budget.
 
-    If it is not, the message names the trait of the inputs that causes the fault, and their sizes.
+    A message names the sizes of the inputs; that on a wrong output also the trait that causes it.
     """
 
     def judge(edge: EdgeInputs[Inputs]) -> None:
@@ -612,8 +635,8 @@ def _accepted_forms(
 ) -> Iterator[EdgeInputs[Inputs]]:
     """The forms, for `judge_first`, which goes on to the next one if the kernel refuses a form.
 
-    After a form with special traits, that form comes with those traits alone that the kernel
-    accepts, so that one trait outside of its domain does not hide a fault of another.
+    After a form with traits, that form comes with those traits alone that the kernel accepts, so
+    that one trait outside of its domain does not hide a fault of another.
     """
     for form in forms:
         yield form
@@ -622,7 +645,9 @@ def _accepted_forms(
 
 
 def _cause(trial: Trial, edge: EdgeInputs[Inputs]) -> str:
-    """The trait without which the kernel passes, with its rule; if there is none, all traits."""
+    """The first trait without which the kernel passes, with its rule.  If there is none, all
+    traits; for inputs without traits "random numbers".
+    """
     for trait in edge.traits:
         if trial.passes(edge.make(left_out=trait)):
             return f"{trait.name} ({trait.rule})" if trait.rule else trait.name
@@ -634,15 +659,16 @@ def amplified_history(trial: Trial) -> str:
     later ones, whose effect must fade as the decays say.
 
     The call itself is tested and, if other forms may be called, one with initial states.  Returns
-    the limits within which the law holds: the factor, if it is a reduced one.
+    the limits within which the law holds: the factor, if the implementation neglects a share of a
+    state; else it is empty.
     """
     if trial.has_fp16:
         raise Skipped("fp16 numbers would overflow")
-    if longest_of(trial.inputs).length < 2 * AMPLIFIED_SHARE:
-        reason = f"it needs a sequence of {2 * AMPLIFIED_SHARE} positions"
+    if longest_of(trial.inputs).length < 2 * HISTORY_DIVISOR:
+        reason = f"it needs a sequence of {2 * HISTORY_DIVISOR} positions"
         raise Skipped(reason, "not tested")
     if trial.amplification <= 1:
-        raise Skipped("what it neglects of a state is as small as a rounding")
+        raise Skipped("it neglects too much of a state for a history to be amplified")
     kinds: list[Iterable[Inputs]] = [[trial.inputs]]
     if trial.long_heads:
         kinds.append(trial.with_states())
@@ -654,45 +680,46 @@ def amplified_history(trial: Trial) -> str:
 
 
 def _judge_amplified(trial: Trial, inputs: Inputs) -> None:
-    """Amplify the initial states, and the first 1/`AMPLIFIED_SHARE` of each sequence's values, and
-    judge the output.
+    """Amplify the initial states, and the values in the first 1/`HISTORY_DIVISOR` of the judged
+    positions of each sequence, and judge the output.
 
-    At most `LONGEST` positions of a sequence are judged.  If only the call's form is tried, only
-    the longest sequence is.
+    The first `LONGEST` positions of a sequence are judged.  If only the call's form is tried, the
+    longest sequence alone is judged.
     """
     longest = LONGEST[inputs.device.type]
     values = inputs.values.clone()
     for span in spans_of(inputs):
-        stop = span.start + min(span.length, longest) // AMPLIFIED_SHARE
+        stop = span.start + min(span.length, longest) // HISTORY_DIVISOR
         values[span.batch, span.start : stop] *= trial.amplification
     changes = {inputs.VALUES: values}
     if inputs.STATES in inputs.tensors:
         changes[inputs.STATES] = inputs.tensors[inputs.STATES] * trial.amplification
     inputs = replace(inputs, **changes)
     out, states = trial.run(inputs)
-    for span in spans_of(inputs) if trial.long_heads else [longest_of(inputs)]:
+    spans = [longest_of(inputs)]
+    if trial.long_heads:
+        spans = [span for span in spans_of(inputs) if span.length]
+    for span in spans:
         judged = replace(span, stop=min(span.stop, span.start + longest))
         part = alone(inputs, judged)
         if judged == span:
             final_states = states[rows_of_states(inputs, span)]
         else:  # the call returned no states after the judged positions
             _, final_states = oracle_output(part)
-        if span.length:
-            judged_out = out[span.batch, judged.start : judged.stop][None]
-            trial.judge(part, (judged_out, final_states))
+        trial.judge(part, (judged.of(out)[None], final_states))
 
 
 def turning_keys(trial: Trial) -> None:
-    """Outputs are right if they depend on tokens that are far before them; see
+    """Outputs are right that consist of what tokens far before them wrote; see
     `InputGenerator.histories`.
     """
     judge_kinds(trial.histories, "no such inputs could be tried", partial(_judge_history, trial))
 
 
 def _judge_history(trial: Trial, history: History[Inputs]) -> None:
-    """Raise Broken if the relative RMS error of any kind of known outputs is above `DROPPED`.
+    """Raises Broken if the relative RMS error of known outputs is above `DROPPED` at any position.
 
-    The message names the kind with the largest error.
+    The message is on the kind of known outputs with the largest error.
     """
     inputs, outputs = history
     out, _ = trial.run(inputs)
@@ -703,8 +730,7 @@ def _judge_history(trial: Trial, history: History[Inputs]) -> None:
     if not bool(bad.any()):
         return
     batch, length, heads = out.shape[:3]
-    # The first known outputs of a call without initial states have no history that could have been
-    # dropped.
+    # Without initial states, the first known outputs have no history that could have been dropped.
     without_history = bool(bad[0]) and inputs.initial is None
     fault = "outputs are wrong" if without_history else "history that matters is dropped"
     raise Broken(
@@ -716,14 +742,19 @@ def _judge_history(trial: Trial, history: History[Inputs]) -> None:
 
 
 def _errors_of(known: KnownOutputs, out: Tensor) -> Tensor:
-    """The relative RMS error at each of the n known positions, (n), fp64; infinity for NaN."""
+    """The relative RMS error over heads and values at each of the n known positions, (n), fp64;
+    infinity for NaN.
+    """
     actual = out[known.batch, known.positions][:, known.heads].double()
     error = (actual - known.expected).square().sum((1, 2)).sqrt()
     return (error / known.expected.square().sum((1, 2)).sqrt()).nan_to_num(nan=inf)
 
 
 def finer_inputs(trial: Trial) -> None:
-    """The output for inputs in a finer dtype is within its budget, which is smaller."""
+    """The output for inputs in a finer dtype is within its budget, which is smaller.
+
+    One dtype is tested: the first that the kernel accepts.
+    """
     judge_first(
         trial.finer(),
         "a fault below the rounding of 16-bit inputs could not be seen",
@@ -747,7 +778,8 @@ LAWS: dict[str, Law] = {
     TURNING_KEYS: turning_keys,
     "finer inputs": finer_inputs,
 }
-# laws that need no other compiled kernels than the captured call does
+# laws whose calls need no other compiled kernels than the captured call does, if `Trial.long_heads`
+# is empty
 SAME_FORM_LAWS = frozenset(
     {
         REPEATS,
@@ -763,9 +795,12 @@ SAME_FORM_LAWS = frozenset(
 
 
 def laws_of(trial: Trial) -> dict[str, Law]:
-    """The laws that these inputs can test."""
-    is_drafted = trial.inputs.state_every == 1
-    left_out = {"cut in two"} if is_drafted else {"single steps", "accepted tokens"}
+    """The laws that these inputs can test: of a call that returns the state after every token, or
+    every few tokens, not that of a cut, after which the states would be others.
+    """
+    left_out = {"cut in two"} if trial.inputs.state_every else set[str]()
+    if trial.inputs.state_every != 1:
+        left_out |= {"single steps", "accepted tokens"}
     if not trial.histories:
         left_out.add(TURNING_KEYS)
     return {name: law for name, law in LAWS.items() if name not in left_out}

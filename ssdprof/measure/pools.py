@@ -5,11 +5,11 @@ A law makes calls of one implementation on a pool of random states, with random 
 of the captured sizes.  Every call is judged in the same way (`Room.check`):
 
 - `out` and the new states are compared with those of the fp64 oracle, for the same tokens and
-  initial states without a pool.
+  initial states without a pool; those of a `Chain` together, after its last call.
 - All other bits of the pool's memory, and the call's other tensors, must be what they were before.
 
-So a law only says in which calls a fault would show.  `LAWS` lists them.  docs/serving.md says what
-they prove.
+So most laws only say in which calls a fault would show.  `LAWS` lists them.  docs/serving.md says
+what they prove.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from ssdprof.measure.accuracy import (
 from ssdprof.measure.first_run import status_of
 from ssdprof.measure.isolate import Packed, packed
 from ssdprof.measure.laws import Broken, Skipped, Trial
-from ssdprof.operators import tensors
 from ssdprof.operators.generate import Cell, Tokens
 from ssdprof.operators.rounding import unit_roundoff
 from ssdprof.operators.serving import PoolRun, pool_run
+from ssdprof.operators.tensors import dtype_name
 
 SLOTS = 13  # of a pool, unless a law needs others
 # Bits of a signalling NaN.  Arithmetic makes a quiet NaN of it, so that a guard that was read and
 # written back has changed.
 SIGNALLING = {torch.float32: 0x7FA00000, torch.bfloat16: 0x7FA0}
-# elements before, behind and, where there are gaps, between the slots of a pool
+# elements of a gap between two slots; the guards before and behind the slots are longer by a slot
 GUARD_ELEMENTS = 64
 STREAM = 256  # random tokens, which calls use one after the other
 NO_SLOT = -(1 << 20)  # index in those columns of a wider table that do not belong to the call
 MIXED_CALLS = 64  # calls in the chain of `mixed_calls`
-REPLAYS = 10  # replays of a CUDA graph; products of matrices that keep another stream busy
-SLACK = 2.0**-12  # tolerance of `rounded_once`, relative to the largest number of a head
+REPLAYS = 10  # replays of a CUDA graph, or calls on the same tensors
+PRODUCTS = 10  # products of matrices that keep another stream busy during a call
+SLACK = 2.0**-12  # tolerance of `rounded_once`, relative to the largest number of a head's state
 TokenTensors = dict[str, Tensor]  # the tensors of some tokens, by name
 
 
@@ -84,7 +85,7 @@ class PoolRow:
 
     @property
     def kept(self) -> dict[int, int]:
-        """Index of a token -> the slot of the state after it; without states that are not kept."""
+        """Index of a token -> the slot of the state after it, for states that are kept."""
         slots = self.writes or (self.read,)
         first = self.tokens - len(slots)
         return {first + i: slot for i, slot in enumerate(slots) if slot >= 0 and self.tokens}
@@ -95,28 +96,28 @@ class PoolRow:
         return self.tokens > 0 and (self.read >= 0 or bool(self.kept))
 
     @property
-    def padding(self) -> PoolRow:
-        """A row with as many tokens and slots, all of them -1, that neither reads nor writes."""
+    def as_padding(self) -> PoolRow:
+        """A row with as many tokens and slots, all slots -1, that neither reads nor writes."""
         return PoolRow(self.tokens, (-1,) * len(self.columns), (-1,) * len(self.writes))
 
 
-def row(tokens: int, read: int, *writes: int) -> PoolRow:
+def row_of(tokens: int, read: int, *writes: int) -> PoolRow:
     """A sequence that begins with the slot `read`.  writes: see `PoolRow`."""
     return PoolRow(tokens, (read,), writes)
 
 
 def rows_of(*slots: int, tokens: int = 1) -> list[PoolRow]:
     """Sequences that begin with these slots, and write their final states into the same slots."""
-    return [row(tokens, slot) for slot in slots]
+    return [row_of(tokens, slot) for slot in slots]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
     """A pool of states, between guards.
 
-    states: (slots, heads, ...), a view of `memory`.
-    memory: all elements, from the first guard to the last; empty for a pool that is too large to be
-        compared.
+    states: (slots, heads, ...).
+    memory: all elements, from the first guard to the last, of which `states` is a view; empty for a
+        pool that is too large to be compared.
     """
 
     states: Tensor
@@ -124,25 +125,29 @@ class Pool:
 
     def changed(self, before: Tensor, written: Sequence[int]) -> str:
         """The first place outside of the written slots whose bits have changed, in words; empty if
-        there is none.
+        there is none, and for a pool that is too large to be compared.
 
-        before: a copy of `memory` before the call; of an empty one, anything.
+        before: a copy of `memory` before the call.
         written: the slots that the call may write.
         """
         states = self.states
         protected = torch.ones_like(self.memory, dtype=torch.bool)
         if not len(protected):
             return ""
-        slots = protected.as_strided(states.shape, states.stride(), states.storage_offset())
-        slots[written] = False
+        in_slots = protected.as_strided(states.shape, states.stride(), states.storage_offset())
+        in_slots[written] = False
         differs = protected & (bits_of(self.memory) != bits_of(before))
         if not bool(differs.any()):
             return ""
         index = int(differs.byte().argmax()) - int(states.storage_offset())
         slot, inside = divmod(index, states.stride(0))
         head = inside // states.stride(1)
+        if slot < 0:
+            return "the memory before the first slot"
+        if slot >= len(states):
+            return "the memory behind the last slot"
         words = [f"slot {slot}, head {head}"]
-        if slot not in range(len(states)) or head >= states.shape[1]:
+        if head >= states.shape[1]:  # in the gap before the next slot
             words = [f"the memory behind slot {slot}"]
         if slot == 0:
             words.append("the first slot")
@@ -158,14 +163,14 @@ class PoolCall:
     """A call on a pool.
 
     rows: its sequences.
-    parts: the tensors of all their tokens: (rows, tokens, ...), or (1, tokens of all rows, ...) if
-        they are packed.
+    token_tensors: the tensors of all their tokens: (rows, tokens, ...), or (1, tokens of all rows,
+        ...) if they are packed.
     inputs: the inputs of the call: these tensors, the pool, and the indices of the slots.
     """
 
     rows: Sequence[PoolRow]
     pool: Pool
-    parts: TokenTensors
+    token_tensors: TokenTensors
     inputs: Inputs
 
     @property
@@ -182,13 +187,13 @@ class PoolCall:
         return slots
 
     def of_row(self, i: int, tensor: Tensor) -> Tensor:
-        """The part of a tensor of the form of `parts` that belongs to row i, (tokens, ...)."""
+        """Row i of a tensor that has the form of `token_tensors`, (tokens, ...)."""
         start = sum(row.tokens for row in self.rows[:i])
         return tensor.flatten(0, 1)[start : start + self.rows[i].tokens]
 
     def tokens_of(self, i: int, count: int | None = None) -> TokenTensors:
         """The tensors of the first `count` tokens of row i, (count, ...); None: of all."""
-        return {name: self.of_row(i, tensor)[:count] for name, tensor in self.parts.items()}
+        return {name: self.of_row(i, tensor)[:count] for name, tensor in self.token_tensors.items()}
 
     def initial(self, read: int) -> Tensor:
         """The state in the slot `read`, (heads, ...), fp32; zeros for -1."""
@@ -204,14 +209,16 @@ class Room:
 
     pool_run: calls the implementation on a pool.
     by_call: whether each call of a `Chain` is judged, too, as if it were alone.
-    calls, kept: the number of calls made, and of those that left alone what they must.
+    calls: the number of calls so far, with a refused or wrong one.
+    harmless: the number of those that returned the pool and `out` in its form, and left alone what
+        they must.
     latest: the latest call; a copy of its pool before it, with the layout (`packed`); and its
-        output, None if it has none.
+        output, None if it returned none of that form.
     """
 
     def __init__(self, trial: Trial, *, by_call: bool = False) -> None:
-        """trial: the implementation, and the captured call, from which all calls have their sizes,
-        dtypes and options.
+        """trial: the implementation, which has a `pool_run`, and the captured call, from which all
+        calls have their sizes, dtypes and options.
         """
         run = pool_run(trial.implementation)
         assert run is not None
@@ -223,11 +230,12 @@ class Room:
         like = trial.whole
         self._states = like.STATES  # the name of the initial states
         absent = ("state_indices", "write_indices", "accepted", "cu_seqlens", self._states)
+        # the captured call, without what says where its sequences and states are
         self._like = replace(like, **dict.fromkeys(absent), state_every=0)
         self.device: torch.device = like.device
         self._taken = 0  # tokens of the stream that calls have used
         self.calls = 0
-        self.kept = 0
+        self.harmless = 0
         self.latest: tuple[PoolCall, Packed, Output | None] | None = None
 
     @cached_property
@@ -237,13 +245,13 @@ class Room:
         like = self._like
         cell = Cell(
             shape=operator.generated.shape("pool", *like.sizes.values()),
-            dtype=tensors.dtype_name(like.values.dtype),  # type: ignore[arg-type]
+            dtype=dtype_name(like.values.dtype),  # type: ignore[arg-type]
             layout="views",
             tokens=Tokens(sequences=1, seqlen=STREAM),
         )
         generated = operator.binding.positional(operator.generated.draw(cell, self.device))
         values = generated[like.VALUES]
-        # A gate that the generator leaves out has the form of the values.
+        # What the generator leaves out is a gate of the output, which has the form of the values.
         return {
             name: generated.get(name, values.flip(1)).to(tensor.dtype)
             for name, tensor in operator.binding.positional(like).items()
@@ -269,7 +277,7 @@ class Room:
         turned: bool | None = None,
         far: int = 0,
     ) -> Pool:
-        """A pool of random states between guards of NaN.
+        """A pool of random states between guards of NaN.  Raises Skipped without enough memory.
 
         Before the first slot there is memory for another one, which some libraries use for padding.
 
@@ -277,14 +285,17 @@ class Room:
         turned: whether the last two dimensions are exchanged in memory; None: as the implementation
             needs it.
         far: elements from one slot to the next; 0: slots are as close as `gap` says.  As many
-            elements lie before the first slot as behind it, so that an offset that wraps around
-            stays in the memory, of which hardly any is touched.
+            elements lie before the first slot as from it to the end of the last, and behind that,
+            so that an offset that wraps around stays in the memory.  Hardly any of it is touched,
+            and it has no guards.
         """
         heads, rows, columns = self._like.states_shape[1:]
         turned = self.implementation.turned_pools if turned is None else turned
         inner = (heads, columns, rows) if turned else (heads, rows, columns)  # of a slot, in memory
         stride = far or math.prod(inner) + gap
-        before = slots * far or stride + GUARD_ELEMENTS
+        before = stride + GUARD_ELEMENTS  # elements before the first slot, and behind the last
+        if far:
+            before = slots * far
         try:
             memory = torch.empty(2 * before + slots * stride, dtype=dtype, device=self.device)
         except RuntimeError:  # torch.OutOfMemoryError is one
@@ -302,26 +313,28 @@ class Room:
         pool: Pool,
         rows: Sequence[PoolRow],
         *,
-        parts: TokenTensors | None = None,
+        token_tensors: TokenTensors | None = None,
         padding: float | None = None,
         index: torch.dtype = torch.int32,
         wide: bool = False,
     ) -> PoolCall:
         """A call of these rows: side by side if all have the same number of tokens, else packed.
 
-        parts: the tensors of the tokens; None: the next tokens of the stream.
-        padding: the number that fills the tokens of rows that are not live; None: they are tokens
-            of the stream.
+        rows: all with the same numbers of columns and of writes.
+        token_tensors: the tensors of the tokens; None: the next tokens of the stream.
+        padding: the number that fills the tokens of rows that are not live, if rows are side by
+            side; None: they stay as they are.
         index: dtype of the indices.
-        wide: the indices are columns of wider tables.
+        wide: whether the indices are columns of wider tables.
         """
         counts = [row.tokens for row in rows]
-        packed = len(set(counts)) > 1
-        if parts is None:
-            parts = self.take(1, sum(counts)) if packed else self.take(len(rows), counts[0])
+        is_packed = len(set(counts)) > 1
+        if token_tensors is None:
+            form = (1, sum(counts)) if is_packed else (len(rows), counts[0])
+            token_tensors = self.take(*form)
         if padding is not None:
-            parts = {name: tensor.clone() for name, tensor in parts.items()}
-            for tensor in parts.values():
+            token_tensors = {name: tensor.clone() for name, tensor in token_tensors.items()}
+            for tensor in token_tensors.values():
                 tensor[[i for i, row in enumerate(rows) if not row.live]] = padding
 
         def table(values: Sequence[Sequence[int]]) -> Tensor:
@@ -337,10 +350,10 @@ class Room:
             tensors["accepted"] = table([[row.accepted] for row in rows])
         if rows[0].writes:
             tensors["write_indices"] = table([row.writes for row in rows])
-        if packed:
+        if is_packed:
             tensors["cu_seqlens"] = self._bounds(counts)
-        inputs = replace(self._like, **parts, **tensors)
-        return PoolCall(rows=rows, pool=pool, parts=parts, inputs=inputs)
+        inputs = replace(self._like, **token_tensors, **tensors)
+        return PoolCall(rows=rows, pool=pool, token_tensors=token_tensors, inputs=inputs)
 
     def _bounds(self, counts: Sequence[int]) -> Tensor:
         """`cu_seqlens` of packed sequences with these numbers of tokens."""
@@ -353,14 +366,14 @@ class Room:
         """Make the call and judge it.  Returns the live rows' `out`, packed, and their states.
 
         run: is called instead of the implementation; None: the implementation is.
-        Raises Broken if the output is outside its budget, or if the call changes what it must not.
+        Raises Broken if the output is outside its budget, and what `run` raises.
         """
         plain = self.plain(call)
         return self.judge(call, plain, self.run(call, run))
 
     def plain(self, call: PoolCall) -> Inputs:
-        """The live rows of a call, packed, without a pool.  The call has not been made yet, because
-        it may write the initial states.
+        """The live rows of a call, packed, without a pool.  The call must not have been made yet,
+        because it may overwrite the initial states.
         """
         return self.without_pool(
             [call.tokens_of(i) for i, _ in call.live],
@@ -371,7 +384,7 @@ class Room:
     def judge(self, call: PoolCall, plain: Inputs, out: Tensor) -> Output:
         """Judge the latest call by its `out` and by the pool.  Returns the same as `check`.
 
-        plain: see `plain`.
+        plain: what `plain` returned for the call.
         """
         live_out = torch.cat([call.of_row(i, out) for i, _ in call.live])[None]
         tokens: list[str] = []
@@ -395,7 +408,10 @@ class Room:
         labels: list[str] = []
         dropped: list[int] = []  # indices of states that are not kept
         for i, row in call.live:
-            for token in range(0 if plain.state_every else row.tokens - 1, row.tokens):
+            wanted = range(row.tokens)  # the tokens whose states `plain` returns
+            if not plain.state_every:
+                wanted = wanted[-1:]
+            for token in wanted:
                 slot = row.kept.get(token)
                 if slot is None:
                     dropped.append(len(labels))
@@ -410,11 +426,13 @@ class Room:
     def run(self, call: PoolCall, run: PoolRun | None = None) -> Tensor:
         """Make the call, and return `out`.  run: see `check`.
 
-        Raises Broken if the call fails, or changes what it must not, and Skipped if the
-        implementation refuses it.
+        Raises Broken if the call fails, returns something else than the pool and `out` in its form,
+        or changes what it must not.  Raises Skipped if the implementation refuses it, or if there
+        is not enough memory.
         """
         self.calls += 1
         pool = call.pool
+        memory_before = pool.memory.clone()
         before = packed(pool.states)
         self.latest = call, before, None
         tensors = call.inputs.tensors
@@ -432,20 +450,20 @@ class Room:
             if status == "out of memory":
                 raise Skipped(reason, "not tested") from None
             raise Broken(f"call {self.calls}: {reason}") from None
-        values = call.parts[self._like.VALUES]
+        values = call.token_tensors[self._like.VALUES]
         if returned is not pool.states:
             fault = "it returns another tensor than the pool"
         elif (out.shape, out.dtype) != (values.shape, values.dtype):
             fault = f"out is {out.dtype} of shape {tuple(out.shape)}"
         else:
             fault = changes(original_bits, tensors)
-            place = pool.changed(before[0], call.written)
+            place = pool.changed(memory_before, call.written)
             if place and not fault:
                 fault = f"it changes {place}, which no row writes"
             self.latest = call, before, Output(out, pool.states)
         if fault:
             raise Broken(f"call {self.calls}: {fault}")
-        self.kept += 1
+        self.harmless += 1
         return out
 
     def without_pool(
@@ -478,8 +496,8 @@ class Room:
         token_names, state_names: the names of all tokens and of all states in messages.
 
         Raises Broken if the output is not within its budget.  The message names the first token or
-        state beyond the budget of a head's largest error, else the first that is not finite, else
-        the worst.
+        state of the worst head that is beyond the budget in the maximum norm; if there is none, the
+        first that is not finite, or else that with the largest error.
         """
         candidate = Candidate(
             output=output,
@@ -504,8 +522,8 @@ class Room:
 
 
 def _first_beyond(accuracy: Accuracy, errors: Tensor) -> tuple[int, int] | None:
-    """The first token or state whose error is beyond the budget of a head in the maximum norm, and
-    that head; None if there is none.
+    """The head that uses most of its budget in the maximum norm, and its first token or state that
+    is beyond the budget, as (token or state, head); None if there is none.
 
     errors: (tokens or states, heads, ...).
     """
@@ -538,7 +556,7 @@ class Chain:
         self.columns = [tuple(slots[width * i : width * (i + 1)]) for i in range(count)]
         self.pool = room.pool(slots=count * width + 2)
         self.current: list[int | None] = [0] * count
-        initial = [self.pool.states[slots[0]].clone() for slots in self.columns]
+        initial = [self.pool.states[columns[0]].clone() for columns in self.columns]
         self.histories = [PoolHistory(state, state) for state in initial]
         self.ended: list[PoolHistory] = []
 
@@ -552,25 +570,33 @@ class Chain:
     def call(
         self, sequences: Sequence[int], tokens: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """Make a call of some of the sequences, and add it to their histories.
+        """Make a call of some of the sequences, and add it to their histories.  If it is refused,
+        the calls before it are compared with the oracle.
 
         sequences: their indices.
         tokens: the number of tokens of each.  If all have the same number, the state after each
-            token is kept, and the call has a padded row.
-        accepted: the number of these tokens that are accepted.  The sequence continues after them.
+            token is kept, and the call has a padded row.  Otherwise they are packed.
+        accepted: the number of these tokens that are accepted, in a packed call all.  The sequence
+            continues after them.
         """
-        packed = len(set(tokens)) > 1
-        rows = [self._row(i, count, packed) for i, count in zip(sequences, tokens, strict=True)]
-        if not packed:
-            rows.append(rows[0].padding)
-        call = self.room.call(self.pool, rows, padding=None if packed else torch.nan, wide=True)
+        is_packed = len(set(tokens)) > 1
+        rows = [self._row(i, count, is_packed) for i, count in zip(sequences, tokens, strict=True)]
+        padding = None
+        if not is_packed:
+            rows.append(rows[0].as_padding)
+            padding = torch.nan
+        call = self.room.call(self.pool, rows, padding=padding, wide=True)
         plain = self.room.plain(call) if self.room.by_call else None
-        out = self.room.run(call)
+        try:
+            out = self.room.run(call)
+        except Skipped:
+            self.check()
+            raise
         if plain is not None:
             self.room.judge(call, plain, out)
         for index, (i, count) in enumerate(zip(sequences, accepted, strict=True)):
             if rows[index].live:
-                column = 0 if packed else count - 1
+                column = 0 if is_packed else count - 1
                 self.current[i] = column
                 history = self.histories[i]
                 history.parts.append(call.tokens_of(index, count))
@@ -579,26 +605,28 @@ class Chain:
                 history.labels += [f"{history.last}, token {token}" for token in range(count)]
                 history.final = self.pool.states[self.columns[i][column]].clone()
 
-    def _row(self, i: int, tokens: int, packed: bool) -> PoolRow:
+    def _row(self, i: int, tokens: int, is_packed: bool) -> PoolRow:
         """Sequence i in a call.
 
-        packed: only its final state is kept, in its first slot; else the state after each token is.
+        is_packed: only its final state is kept, in its first slot; else that after each token is.
         """
         columns = self.columns[i]
-        writes = columns[:1] if packed else columns[:tokens]
+        writes = columns[:1] if is_packed else columns[:tokens]
         current = self.current[i]
         if current is None:
             columns = (-1, *columns[1:])  # it begins with zeros
             current = 0
-        if packed:
-            return row(tokens, columns[current], *writes)
+        if is_packed:
+            return row_of(tokens, columns[current], *writes)
         return PoolRow(tokens, columns, writes, current + 1)
 
     def check(self) -> None:
-        """Compare every sequence with the oracle, as one call from its first token.  Raises Broken
-        if an output is wrong.
+        """Compare every sequence that has tokens with the oracle, as one call from its first token.
+        Raises Broken if an output is wrong.
         """
         histories = [history for history in (*self.ended, *self.histories) if history.outs]
+        if not histories:
+            return
         parts: list[TokenTensors] = []
         outs: list[Tensor] = []
         labels: list[str] = []
@@ -622,7 +650,7 @@ class PoolHistory:
 
     initial, final: the state before the first and after the last token, (heads, ...).
     parts, outs: of each call, the tensors of the tokens, and `out` for them, (tokens, ...).
-    labels: names each token in messages.  last: names the latest call.
+    labels: the name of each token in messages.  last: that of the latest call, with the row in it.
     """
 
     initial: Tensor
@@ -661,7 +689,7 @@ def without_tokens(room: Room) -> None:
     """A pack of sequences of 0 to 8 tokens."""
     lengths = (1, 3, 0, 8, 2, 0, 5)
     slots = (4, 9, 0, 12, 1, 7, 10)
-    rows = [row(tokens, slot) for tokens, slot in zip(lengths, slots, strict=True)]
+    rows = [row_of(tokens, slot) for tokens, slot in zip(lengths, slots, strict=True)]
     room.check(room.call(room.pool(), rows))
 
 
@@ -679,7 +707,7 @@ def _read_and_write(room: Room, *pairs: tuple[int, int]) -> None:
     """Calls of one and of two tokens, with a sequence for each (slot to read, slot to write)."""
     pool = room.pool()
     for tokens in (1, 2):
-        room.check(room.call(pool, [row(tokens, *pair) for pair in pairs]))
+        room.check(room.call(pool, [row_of(tokens, *pair) for pair in pairs]))
 
 
 def drafted_tokens(room: Room) -> None:
@@ -709,8 +737,9 @@ def order_and_number(room: Room) -> None:
     expected_out, expected_states = room.check(whole)
     for order in ([3, 1, 4, 0, 2], [2], [4, 1]):
         pool.memory.copy_(before)
-        parts = {name: tensor[order] for name, tensor in whole.parts.items()}
-        out, states = room.check(room.call(pool, [rows[i] for i in order], parts=parts))
+        tensors = {name: tensor[order] for name, tensor in whole.token_tensors.items()}
+        call = room.call(pool, [rows[i] for i in order], token_tensors=tensors)
+        out, states = room.check(call)
         for index, i in enumerate(order):
             changed = _differ(out[0, index], expected_out[0, i])
             changed |= _differ(states[index], expected_states[i])
@@ -724,7 +753,7 @@ def order_and_number(room: Room) -> None:
 def indices(room: Room) -> None:
     """Indices in int64, with -1 among them, and indices that are columns of wider tables."""
     pool = room.pool()
-    rows = [row(1, 2, 2), row(1, 12, 1), row(1, 7, 9)]
+    rows = [row_of(1, 2, 2), row_of(1, 12, 1), row_of(1, 7, 9)]
     room.check(room.call(pool, rows_of(2, -1, 7), index=torch.int64))
     room.check(room.call(pool, rows, index=torch.int64))
     room.check(room.call(pool, rows, wide=True))
@@ -747,7 +776,7 @@ def rounded_once(room: Room) -> None:
     fine.states.copy_(coarse.states)
     first = room.call(fine, rows)
     _, exact = room.check(first)
-    _, states = room.check(room.call(coarse, rows, parts=first.parts))
+    _, states = room.check(room.call(coarse, rows, token_tensors=first.token_tensors))
     allowed = unit_roundoff(dtype) * exact.abs() + SLACK * exact.abs().amax((-2, -1), keepdim=True)
     beyond = (states - exact).abs() > allowed
     if bool(beyond.any()):
@@ -819,7 +848,7 @@ def change_values(room: Room, static: PoolCall, again: Callable[[], Tensor]) -> 
     tensors, and returns `out`.
     """
     pool = static.pool
-    rng = random.Random(REPLAYS)
+    rng = random.Random(10)  # any seed
 
     def call_again(inputs: Inputs, _precision: object) -> Output:
         tensors = static.inputs.tensors
@@ -842,7 +871,7 @@ def beside_another_stream(room: Room) -> None:
     busy = torch.randn(4096, 4096, device=room.device)
     for slots in ((5, 11, 3, 2, 7), (0, 12, 6), (8, 4)):
         with torch.cuda.stream(side):
-            for _ in range(REPLAYS):
+            for _ in range(PRODUCTS):
                 busy = (busy @ busy).clamp(-1, 1)
         room.check(room.call(pool, rows_of(*slots)))
 
@@ -866,4 +895,6 @@ LAWS: dict[str, Callable[[Room], None]] = {
 }
 CHAINS = (drafted_tokens, mixed_calls)  # their calls are judged together, after the last one
 ON_GPU = (replayed_graph, beside_another_stream)
-SLOW = f"{MIXED_CALLS} mixed calls"  # too slow in Triton's interpreter
+SLOW = (
+    f"{MIXED_CALLS} mixed calls"  # too slow in Triton's interpreter, unless all laws are asked for
+)

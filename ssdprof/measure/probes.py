@@ -2,8 +2,8 @@
 
     python -m ssdprof.measure.probes FOLDER PARENT
 
-tests laws of a user's kernel, or of a library that the user named, in a process of its own
-(`isolate.elsewhere`).
+tests laws of a user's kernel, or of a library that the user named, in a process of its own.
+`isolate.elsewhere` starts it, and describes FOLDER; PARENT is the id of the process that waits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from ssdprof.operators.serving import pool_run
 
 MOST_WHOLE_BYTES = 2 << 30  # larger inputs are cut to the beginnings of a few sequences
 MOST_SEQUENCES = 3  # sequences of cut inputs
-QUICK = {"causality", "cut in two"}
+QUICK = {"causality", "cut in two"}  # the laws of --laws quick
 # arguments: the name of the broken law; the inputs that broke it; the output, None if there is none
 Keep: TypeAlias = "Callable[[str, Inputs, Output | None], object]"
 LONG_HEADS = (1, 4)  # numbers of heads in histories that are longer than the call
@@ -71,14 +71,15 @@ LONG_HEADS = (1, 4)  # numbers of heads in histories that are longer than the ca
 class Prober:
     """Tests the laws of implementations, and decides which are due.
 
-    Most laws are tested once for each implementation and kind of layer (operator, sizes, dtype).
+    Most laws are tested once for each implementation and kind of layer (operator, sizes, dtype) and
+    of call (single tokens, packed, with states on the way), at the first precision that comes.
     There are two exceptions.  The amplified history is also tested in later layers of a kind, but
     not with bundled kernels, because layers differ in how slowly their heads forget.  Turning keys
     are tested once for each shape of a call, because kernels cut only long calls.
 
     Bundled kernels are tested by the laws whose calls need no other compiled kernels than the
     captured call, since compiling would take longer than the run; in Triton's interpreter they are
-    not tested.
+    not tested.  If all laws are requested, neither limit holds.
 
     kinds: the kinds of implementations that are tested.
     """
@@ -88,8 +89,9 @@ class Prober:
     ) -> None:
         """isolated: makes the first calls of users' kernels and named libraries.
         laws: "quick": only the laws in `QUICK`.  "all": every law in every call, also of bundled
-            kernels.
-        only: the one law that is tested; empty: all that are due.
+            kernels; edge inputs once for each form of the calls.
+        only: the one law that is tested, turning keys or the amplified history; empty: all that are
+            due.
         """
         self._isolated = isolated
         self._only = only
@@ -97,7 +99,8 @@ class Prober:
         self._quick = laws == "quick"
         self._done: set[Hashable] = set()
         self._latest: dict[str, weakref.ref[Inputs]] = {}  # inputs by implementation
-        # The results of edge inputs.  These are the same for all calls of a form.
+        # The results of edge inputs, which are the same for all calls of a form, by implementation,
+        # precision and form.
         self._edges: dict[Hashable, Probe] = {}
         self.kinds = {"own", "library"}
         if self._thorough or not INTERPRETED:
@@ -114,18 +117,22 @@ class Prober:
         """The results of the laws that are due for this call; empty if none is.
 
         inputs: the inputs of a call that the implementation computed correctly.
-        interpreted: whether Triton's interpreter ran it.  Then the laws are listed as untested,
-            unless all laws were requested.
-        keep: called with each call that broke a law.
+        interpreted: whether Triton's interpreter ran it.  Then the laws of single calls, and the
+            slow one between calls, are listed as untested, unless all laws were requested.
+        keep: called with each call that broke a law, if it is known.
 
         Raises MissingCapabilityError if a fault in the implementation made the GPU unusable.
         """
         names, tests_kind = self._due(implementation, inputs, interpreted)
         if not names:
             return ()
-        every = self._thorough or implementation.kind != "bundled"
         trial = _trial(
-            implementation, inputs, precision, self._isolated, every=every, interpreted=interpreted
+            implementation,
+            inputs,
+            precision,
+            self._isolated,
+            by_every_law=self._thorough or implementation.kind != "bundled",
+            interpreted=interpreted,
         )
         too_slow = interpreted and not self._thorough
         listed = [name for name in laws_of(trial) if name in names]
@@ -139,15 +146,16 @@ class Prober:
         if form in self._edges:
             results[EDGE_INPUTS] = self._edges[form]
         due = [name for name in listed if name not in slow and name not in results]
-        # In later layers the amplified history alone is due, in calls of forms that were tried
-        # before.  Another process would take seconds for each layer.
+        # In later layers the amplified history alone is due.  Its calls mostly have forms that were
+        # tried before, and another process would take seconds for each layer.
         is_apart = implementation.isolated and implementation.word and due != [AMPLIFIED_HISTORY]
         if is_apart:
             probes = list(_tested_elsewhere(trial, due, keep, interpreted=interpreted))
         else:
             probes = [try_law(trial, name, keep) for name in due]
         results |= {probe.name: probe for probe in probes}
-        if EDGE_INPUTS in results and implementation.kind != "library":  # whose budget varies
+        # the budget of a library depends on the call: see `Trial.room`
+        if EDGE_INPUTS in results and implementation.kind != "library":
             self._edges[form] = results[EDGE_INPUTS]
         return tuple(results.get(name) or untested(name) for name in listed)
 
@@ -155,7 +163,7 @@ class Prober:
         self, implementation: Implementation, inputs: Inputs, interpreted: bool
     ) -> tuple[set[str], bool]:
         """The names of the laws of single calls that are due, and whether all laws of this kind of
-        layer are, also those between calls.
+        layer are, also those between calls.  From then on, these count as tested.
         """
         kind, shape = self._keys(implementation, inputs)
         latest = self._latest.get(implementation.name)
@@ -209,17 +217,19 @@ def _trial(
     precision: Precision,
     isolated: IsolatedFirstCall,
     *,
-    every: bool,
+    by_every_law: bool,
     interpreted: bool,
 ) -> Trial:
-    """The trial of an implementation on these inputs, or on the beginnings of their sequences.
+    """The trial of an implementation on these inputs, or on the beginnings of the first
+    `MOST_SEQUENCES` of their sequences that have tokens.
 
-    every: all laws will be tested, in which case sequences are cut to `LONGEST` positions.
-    interpreted: whether Triton's interpreter runs the calls.  Then sequences are cut to
+    by_every_law: all laws will be tested, not only those of the call's form.  Then, and if the
+        inputs are too large, sequences are cut to `LONGEST` positions.
+    interpreted: whether Triton's interpreter runs the calls.  Then they are cut to
         `LONGEST_INTERPRETED` positions, and histories that are longer than the call have one head.
     """
     part = inputs
-    if every or sum(tensor.nbytes for tensor in inputs.tensors.values()) > MOST_WHOLE_BYTES:
+    if by_every_law or sum(tensor.nbytes for tensor in inputs.tensors.values()) > MOST_WHOLE_BYTES:
         longest = LONGEST_INTERPRETED if interpreted else LONGEST[inputs.device.type]
         spans = [
             replace(span, stop=min(span.stop, span.start + longest))
@@ -227,7 +237,7 @@ def _trial(
             if span.length
         ]
         part = joined(inputs, spans[:MOST_SEQUENCES], packed=is_packed(inputs))
-    long_heads: Sequence[int] = LONG_HEADS if every else ()
+    long_heads: Sequence[int] = LONG_HEADS if by_every_law else ()
     return Trial(
         operator=operators.get(inputs.operator),
         implementation=implementation,
@@ -251,8 +261,8 @@ def try_law(trial: Trial, name: str, keep: Keep | None = None) -> Probe:
         return _between_calls(trial, name, keep)
     probe = tested(name, partial(LAWS[name], trial))
     if probe.holds == "no" and keep and trial.latest:
-        inputs, (out, final_states) = trial.latest[0]
-        keep(name, inputs, Output(out, final_states))
+        inputs, output = trial.latest[0]
+        keep(name, inputs, Output(*output) if output else None)
     return probe
 
 
@@ -281,28 +291,29 @@ def _between_calls(trial: Trial, name: str, keep: Keep | None) -> Probe:
 
 
 def _in_room(law: Callable[[pools.Room], None], room: pools.Room) -> str:
-    """Test the law.  Returns the limits within which it holds: how many of its calls the
-    implementation accepted; empty if it accepted all.
+    """Test the law, up to the first call that the implementation refuses, or that needs more memory
+    than is free.  Returns the limits within which it holds: the number of calls before that one,
+    and the reason; empty if all were made.
 
-    Raises Skipped if it accepted none, or if the law needs a GPU.
+    Raises Skipped if the first call was not made, or if the law needs a GPU.
     """
     if law in pools.ON_GPU and room.device.type != "cuda":
         raise Skipped("it needs a GPU", "not tested")
     try:
         law(room)
     except Skipped as refusal:
-        if not room.kept:
+        if not room.harmless:
             raise
-        return f"in {room.kept} of its calls: {refusal}"
+        return f"in {room.harmless} of its calls: {refusal}"
     return ""
 
 
 def applies(implementation: Implementation, inputs: Inputs) -> bool:
     """Whether the laws of states between calls are tested with this call.
 
-    A user's kernel is tested if it works in place on a pool.  Other implementations that can do so
-    are tested with calls as servers make them: single steps, drafted tokens, and calls that begin
-    with slots of a pool.
+    A user's kernel is tested if it works in place on a pool.  Other implementations that can be
+    called on a pool (`pool_run`) are tested with calls as servers make them: single steps, drafted
+    tokens, and calls that begin with slots of a pool.
     """
     if implementation.kind == "own":
         return implementation.in_place is not None
@@ -320,18 +331,18 @@ def _tested_elsewhere(
     """The results of laws whose calls are made in another process.
 
     If a call ends it, its law is broken, and the next process tests the other laws.  If a call does
-    not end, the other laws are not tested.
+    not end, or the process ends before its first law, the other laws are not tested.
     """
     waiting = list(names)
     while waiting:
         probes, call, goes_on = _ask(trial, waiting, keep, interpreted=interpreted)
         yield from probes
         del waiting[: len(probes)]
-        fault = probes[-1]
+        latest = probes[-1]
         if call and keep:
-            _ask(trial, [fault.name], keep, interpreted=interpreted, stop=call)
+            _ask(trial, [latest.name], keep, interpreted=interpreted, stop=call)
         if not goes_on:
-            reason = f"law '{fault.name}': {fault.detail}"
+            reason = f"law '{latest.name}': {latest.detail}"
             yield from (untested(name, reason) for name in waiting)
             return
 
@@ -341,8 +352,8 @@ def _ask(
 ) -> tuple[list[Probe], int, bool]:
     """Test laws in another process, up to the law in which it ends.
 
-    Returns their results, the number of the call that ended the process (0: none did), and whether
-    another process can test the other laws.
+    Returns their results; the number of the call that ended the process, counted from 1 in its law
+    (0: none did); and whether another process can test the other laws.
 
     stop: the number of a call that is kept instead of made, and ends the process; 0: none is.
     """
@@ -353,9 +364,9 @@ def _ask(
             trial.precision, limit_s, laws=list(names), stop=stop, interpreted=interpreted,
         )  # fmt: skip
         probes: list[Probe] = []
-        law = ""  # that is tested
+        law = ""  # the law that is tested
         call = 0  # the number of its latest call
-        runs = False  # whether that has not returned
+        runs = False  # whether this call has not returned
         for word, value in said:
             if word == "law":
                 law = value
@@ -374,6 +385,7 @@ def _ask(
         return probes, 0, True
     code, _ = ended
     words = ending(ended, limit_s)
+    # SIGKILL is how Linux ends a process that takes too much memory
     crashed = code is not None and code < 0 and code != -signal.SIGKILL
     fault = untested(names[len(probes)], f"before its first call, it {words}")
     if runs:
@@ -386,7 +398,7 @@ def _ask(
 
 
 def _read(operator: Operator, file: Path) -> tuple[Inputs, Output | None]:
-    """The call that `_write` stored."""
+    """The inputs and the output that `_write` stored; the output is None if there was none."""
     stored = torch.load(file, weights_only=True)
     tensors = {name: unpacked(*copy) for name, copy in stored["tensors"].items()}
     output = None
@@ -422,7 +434,9 @@ def main() -> None:
 
     @contextmanager
     def watched(inputs: Inputs) -> Iterator[None]:
-        """Say when a call begins and returns, and end this process if it takes too long."""
+        """Say when a call begins and returns, and end this process if it takes too long.  The call
+        that was requested to `stop` is kept instead, and ends this process.
+        """
         nonlocal calls
         calls += 1
         if calls == request["stop"]:
@@ -435,23 +449,26 @@ def main() -> None:
             torch.cuda.synchronize(inputs.device)  # raises an error if a fault made it unusable
         say(("returned", calls))
 
-    # without a word its first calls are made in this process
+    # without a word, its first calls are made in this process, and in no further one
     implementation = replace(implementation, word="", named=implementation.kind == "library")
     trial = _trial(
         implementation,
         inputs,
         precision,
         IsolatedFirstCall(),
-        every=True,
+        by_every_law=True,
         interpreted=request["interpreted"],
     )
-    trial = replace(trial, watched=watched)
     for name in request["laws"]:
         calls = 0
         say(("law", name))
         try:
-            probe = try_law(trial, name, keep)
-        except Exception as error:  # only a fault of the GPU, after which no call can be made
+            # A copy of the trial has no outputs of earlier laws: so a call has the same number when
+            # its law is tested alone, up to `stop`.
+            probe = try_law(replace(trial, watched=watched), name, keep)
+        except (
+            Exception
+        ) as error:  # a fault of the GPU, after which no call can be made, or of ours
             print(first_line(error.__cause__ or error), flush=True)
             os._exit(1)
         say(("probe", probe.field_values))

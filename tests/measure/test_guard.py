@@ -94,18 +94,11 @@ def test_what_torch_allocates_is_guarded():
         with GuardedAllocations() as memory:
             tensor = make()
             assert memory.out_of_bounds() == ""
+            words = "a tensor of shape (3, 5) that it allocates"
             beside(tensor, 15).fill_(1)
-            assert (
-                memory.out_of_bounds()
-                == "it writes out of bounds, behind a tensor of shape (3, 5) that it allocates"
-            )
-    with GuardedAllocations() as memory:
-        tensor = torch.empty(3, 5)
-        beside(tensor, -1).fill_(1)
-        assert (
-            memory.out_of_bounds()
-            == "it writes out of bounds, before a tensor of shape (3, 5) that it allocates"
-        )
+            assert memory.out_of_bounds() == f"it writes out of bounds, behind {words}"
+            beside(tensor, -1).fill_(1)
+            assert memory.out_of_bounds() == f"it writes out of bounds, around {words}"
 
 
 def test_guarded_tensors_hold_what_they_would_hold():

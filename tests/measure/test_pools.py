@@ -16,7 +16,7 @@ from ssdprof.jobs.failures import keeping, load_call
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.measure import pools, probes
-from ssdprof.measure.isolate import IsolatedFirstCall
+from ssdprof.measure.isolate import IsolatedFirstCall, try_call
 from ssdprof.measure.laws import Trial
 from ssdprof.measure.probes import Prober
 from ssdprof.operators import serving
@@ -51,7 +51,9 @@ def working_in_place(kernel: Kernel, operator: str = "gdn"):
 def trial(implementation: Implementation, inputs: Any = None) -> Trial:
     given = step() if inputs is None else inputs
     isolated = IsolatedFirstCall()
-    return probes._trial(implementation, given, Precision(), isolated, every=True, interpreted=True)
+    return probes._trial(
+        implementation, given, Precision(), isolated, by_every_law=True, interpreted=True
+    )
 
 
 def found_by(of_kernel: Trial, laws: Iterable[str]) -> dict[str, tuple[str, str]]:
@@ -71,10 +73,7 @@ def tried(law: str, kernel: Kernel, operator: str = "gdn", **more) -> str:
 
 
 def reads(inputs) -> list[int]:
-    slots = inputs.state_indices
-    if inputs.accepted is not None:
-        slots = slots.gather(1, inputs.accepted.long()[:, None] - 1)[:, 0]
-    return [int(slot) for slot in slots]
+    return inputs.slots_read.tolist()
 
 
 def positional(inputs) -> dict[str, torch.Tensor]:
@@ -268,7 +267,7 @@ def raising(inputs) -> Output:
         ("other slots keep their bits", changing_the_tokens, "call 1: it changes its inputs: v"),
         ("other slots keep their bits", raising, "call 1: IndexError: slot -1"),
         ("padded rows touch nothing", clamping_padding, "call 1, row 3"),
-        ("padded rows touch nothing", advancing_the_slot_before_the_first, "behind slot -1"),
+        ("padded rows touch nothing", advancing_the_slot_before_the_first, "before the first slot"),
         ("padded rows touch nothing", adding_padding_times_zero, "call 1, row 6, slot 12, head 0"),
         ("sequences without tokens", clearing_slots_without_tokens,
          "call 1: it changes slot 0, head 0, the first slot"),
@@ -293,6 +292,11 @@ def test_a_law_names_the_first_place(law, kernel: Kernel, place):
     assert place in tried(law, kernel)
 
 
+def test_a_write_behind_the_pool_of_a_first_call_is_named_so():
+    _, reason = try_call(working_in_place(writing_between_slots), step(), Precision())
+    assert "behind its pool of states, of shape (4, 2, 16, 16)" in reason
+
+
 def test_a_call_of_padding_alone_changes_no_slot():
     inputs = step(pool=4)
     before = inputs.initial_state.clone()
@@ -311,6 +315,11 @@ def test_bits_are_compared_where_batch_invariance_is_declared():
 @pytest.mark.parametrize("law", [law for law in pools.LAWS if law not in ON_A_GPU])
 def test_a_good_kernel_keeps_every_law(law, operator):
     assert tried(law, good, operator) == ""
+
+
+def test_a_pool_of_a_tiny_layer_is_compared():
+    tiny = trial(working_in_place(good), generated("gdn", "1/1x8x8", 1))
+    assert found_by(tiny, ["layouts of the pool"]) == {"layouts of the pool": ("yes", "")}
 
 
 # fused gathers states for prompts; steps and drafted tokens are calls of the recurrent kernel
@@ -378,6 +387,13 @@ def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others():
             raise UnsupportedError("one token")
         return good(inputs)
 
+    def halving_drafts_alone(inputs) -> Output:
+        if inputs.length == 1:
+            raise UnsupportedError("drafts")
+        out, pool = good(inputs)
+        return out / 2, pool
+
+    assert tried("drafted tokens", halving_drafts_alone).startswith("call 1, row 0")
     found = found_by(trial(working_in_place(steps_alone)), ("a shared prefix", "drafted tokens"))
     assert found == {
         "a shared prefix": ("yes", "in 1 of its calls: one token"),

@@ -39,20 +39,23 @@ class Here(IsolatedFirstCall):
 
 
 def probed(
-    kernel: Kernel, inputs, prober: Prober | None = None, *, interpreted: bool = False, **changes
+    kernel: Kernel, inputs, prober: Prober | None = None, *, interpreted=False, keep=None, **changes
 ) -> dict[str, Probe]:
     """changes: of a user's implementation."""
     implementation = own_implementation(operators.get(inputs.operator), "mine:kernel", kernel)
     results = (prober or Prober(Here())).probe(
-        replace(implementation, **changes), inputs, Precision(), interpreted=interpreted
+        replace(implementation, **changes), inputs, Precision(), interpreted, keep
     )
     return {probe.name: probe for probe in results}
 
 
-def law(name: str, kernel: Kernel, inputs, neglects: float = 0.0) -> Probe:
-    """What this law says of the kernel; the others are not tested."""
+def law(name: str, kernel: Kernel, inputs, kept: Any = None, **changes) -> Probe:
+    """What this law says of the kernel; the others are not tested.  kept: gets the call that
+    breaks it.
+    """
+    keep = None if kept is None else lambda *call: kept.extend(call)
     with only(name):
-        return probed(kernel, inputs, neglects=neglects)[name]
+        return probed(kernel, inputs, keep=keep, **changes)[name]
 
 
 def only(*names: str):
@@ -74,7 +77,16 @@ def gdn():
     return generated("gdn", "1/2x16x32", 90, sequences=2)
 
 
-@pytest.mark.parametrize("make", [ssd, gdn, lambda: ssd(batch=2, seqlen=70), lambda: ssd(seqlen=1)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        ssd,
+        gdn,
+        partial(ssd, batch=2, seqlen=70),
+        partial(ssd, seqlen=1),
+        partial(ssd, state_every=32),
+    ],
+)
 def test_a_good_kernel_breaks_no_law(make: Callable[[], Any]):
     assert broken(oracle_output, make()) == set()
 
@@ -255,19 +267,13 @@ def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule():
         out, states = oracle_output(inputs)
         return out * inputs.g.clamp(min=0).cumsum(1).exp()[..., None].to(out.dtype), states
 
-    kept = {}
-    own = own_implementation(operators.get("gdn"), "mine:kernel", without_its_clamp)
-
-    def keep(law: str, *call):
-        kept[law] = call
-
-    with only("edge inputs"):
-        (edges,) = Prober(Here()).probe(own, gdn(), Precision(), keep=keep)
+    kept = []
+    edges = law("edge inputs", without_its_clamp, gdn(), kept)
     assert edges.detail.startswith(
         "g above 0 (g above 0 counts as 0), in 2 x 321 tokens, 2/6 heads, K 16, V 16: out, head "
     )
     assert "of sequence 0 (321 tokens)" in edges.detail
-    inputs, (out, _) = kept["edge inputs"]
+    _, inputs, (out, _) = kept
     assert (inputs.g > 0).any(), "those that broke it, not those that were tried after them"
     assert (out - oracle_output(inputs)[0]).abs().max() > 1
     detail = broken_edge(without_limits_of_dt, ssd())
@@ -303,11 +309,23 @@ def test_what_no_kernel_may_do_breaks_the_law_on_whose_inputs_it_does_it():
             inputs.z.zero_()
         return output
 
-    assert law("edge inputs", changing_its_gate, ssd()) == Probe(
+    kept = []
+    assert law("edge inputs", changing_its_gate, ssd(), kept) == Probe(
         name="edge inputs",
         holds="no",
         detail="it changes its inputs: z, with 2 x 321 tokens, 6 heads x 16, state 16, 2 groups",
     )
+    assert (kept[1].length, kept[2]) == (321, None)
+
+
+def test_the_call_on_all_sequences_is_kept_if_it_is_the_wrong_one():
+    def half_of_two(inputs):
+        out, states = oracle_output(inputs)
+        return out / len(out), states
+
+    kept = []
+    law("sequence alone", half_of_two, ssd(batch=2), kept)
+    assert len(kept[1].x) == 2
 
 
 @pytest.mark.parametrize(
@@ -410,14 +428,14 @@ def test_a_share_of_a_state_that_a_kernel_declares_to_neglect_is_no_fault(decay,
     given.dt.fill_(0.1)
     given.A.fill_(decay * log(2) / (62 * 0.1))
     found = {
-        neglects: law("amplified history", forgetting_the_start, given, neglects)
+        neglects: law("amplified history", forgetting_the_start, given, neglects=neglects)
         for neglects in (0, 2**-24)
     }
     assert found[0].holds == "no"
     assert found[2**-24].holds == holds
     if holds == "yes":
         assert found[2**-24].detail == "times 2^10: it neglects 2^-24 of a state"
-        of_fp32 = law("amplified history", oracle_output, ssd(dtype=torch.float32), 2**-24)
+        of_fp32 = law("amplified history", oracle_output, ssd(dtype=torch.float32), neglects=2**-24)
         assert of_fp32.holds == "not applicable"
 
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from ssdprof.kernels._gluon import add, aggregate, segment_at, segments
 from ssdprof.kernels.hopper.ring import CHUNK
 
-BLOCK = gl.constexpr(256)  # bounds that one iteration of `first_pass_of` reads
+BLOCK = gl.constexpr(256)  # bounds that one iteration of `warmup_length` reads
 # time of a chunk of the first pass, in sixteenths of the time of a chunk of the second pass (H200)
 FIRST_PASS_16THS = gl.constexpr(9)
 
@@ -34,7 +34,7 @@ STAGES = {
     "bounds_of": "ticket",
     "first_segment_extra": "ticket",
     "boundary": "ticket",
-    "first_pass_of": "ticket",
+    "warmup_length": "ticket",
 }
 
 
@@ -162,7 +162,7 @@ def segment_of(
     state_row = gl.to_tensor(-1)
     if warmup_lengths_ptr is None:
         bounds_ptr = bounds_of(bounds, head, sequence)
-        warmup = first_pass_of(bounds_ptr, gl.where(exists, first, 0), truncation_log2)
+        warmup = warmup_length(bounds_ptr, gl.where(exists, first, 0), truncation_log2)
     else:
         row_of_segment = program - sequences * S.HEADS  # first segments have no row
         warmup = gl.load(warmup_lengths_ptr + row_of_segment, mask=(first > 0) & exists, other=0)
@@ -187,7 +187,7 @@ def first_segment_extra(bounds_ptr, last, truncation_log2):
 
     bounds_ptr: see `bounds_of`.  last: about the first chunk of the last segment
     """
-    return first_pass_of(bounds_ptr, last, truncation_log2) * FIRST_PASS_16THS // 16
+    return warmup_length(bounds_ptr, last, truncation_log2) * FIRST_PASS_16THS // 16
 
 
 @gluon.jit
@@ -199,7 +199,7 @@ def boundary(index, count, extra, chunks):
 
 
 @gluon.jit
-def first_pass_of(bounds_ptr, first, truncation_log2):
+def warmup_length(bounds_ptr, first, truncation_log2):
     """Chunks of the first pass of a segment that begins at chunk `first`: as many as it takes,
     backwards, until the sum of their bounds is at most truncation_log2; at most all before it.
 
