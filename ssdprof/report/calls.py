@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from ssdprof.core import words as fmt
+from ssdprof.core.accuracy import LEAST_VALUE
 from ssdprof.core.base import (
     BETWEEN_CALLS,
     PRECISIONS,
@@ -47,9 +48,6 @@ ACCURACY_READING = (
     "calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "
     "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
-# A match is shown only if the largest value of the tensor is this many times the tolerance: below,
-# every element is within the tolerance, whatever was computed.
-_LEAST_VALUE = 50
 _RMS_TOLERANCE = 1e-3  # the tolerance relative to the tensor's own RMS
 _MOST_ROWS = 40  # of a table of reasons; the JSON report has the others
 
@@ -254,7 +252,7 @@ def match(pooled: Pooled | None, tolerance: float) -> str:
     """The share of elements within the tolerance; a dash where the tolerance is so large that the
     share says nothing.
     """
-    if pooled is None or (pooled.largest_value or 0.0) < _LEAST_VALUE * tolerance:
+    if pooled is None or (pooled.largest_value or 0.0) < LEAST_VALUE * tolerance:
         return fmt.MISSING
     return fmt.percent(pooled.match_pct(tolerance))
 

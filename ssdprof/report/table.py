@@ -232,12 +232,10 @@ class Document:
         object.__setattr__(self, "sections", filled)
 
 
-def shortened(cases: Sequence[str], most: int) -> str:
-    """The first `most` of a list of cases, and the number of the others: "a; b; and 3 cases
-    more".
-    """
-    shown = list(cases[:most])
-    left_out = len(cases) - len(shown)
+def shortened(items: Sequence[str], most: int) -> str:
+    """The first `most` items of a list, and the number of the others: "a; b; and 3 more"."""
+    shown = list(items[:most])
+    left_out = len(items) - len(shown)
     if left_out:
-        shown.append(f"and {fmt.plural(left_out, 'case')} more")
+        shown.append(f"and {left_out:,} more")
     return "; ".join(shown)

@@ -172,7 +172,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         report(gpu=False, **SMALL),
         [
             f"PASSED: all 4 cases are {WITHIN[:-1]}; Triton's interpreter ran the portable kernel, "
-            "and no GPU's kernel was run.",
+            "and no GPU's kernel was run; laws of bundled kernels were not tested (--laws all ",
             "At 131,072",
         ],
     ),
@@ -259,7 +259,7 @@ def test_the_verdict_names_what_is_wrong_and_what_is_not(name):
 
 
 def test_many_offenders_of_a_gate_are_counted():
-    assert verdict(VERDICTS["gate"][0])[0].endswith("; and 2 cases more.")
+    assert verdict(VERDICTS["gate"][0])[0].endswith("; and 2 more.")
 
 
 # --- where an implementation may be used
@@ -364,6 +364,19 @@ def slower_fla(case: Case) -> Case:
             "keep unfused: fused is not faster at 131,072 tokens.",
         ),
         (
+            # 0.5 % and 2.5 % faster than unfused: a difference counts from 1 % on
+            report(
+                **TWO_OF_ONE,
+                change=changed(
+                    lambda one: one.changed(
+                        samples=timed(1005 if one.precision == RELAXED_FP16 else 1025, 2e3)
+                    )
+                ),
+            ),
+            "on this NVIDIA H200, fused takes 25.0 µs less of 1.03 ms for layer 3 at 131,072 tokens, "
+            f"a speedup of 1.02x {OVER_OURS[19:]}; {NOT_ASKED}; use relaxed, fp16 states.",
+        ),
+        (
             with_answers(),
             "fused is accurate enough at exact, fp32 states for layer 3 at 131,072 tokens; "
             "without a GPU there is no speed.",
@@ -388,8 +401,9 @@ def slower_fla(case: Case) -> Case:
         ),
         (
             beside("mine:f", "own", result("failed", "unfused")),
-            "unfused did not pass; fused and mine:f are accurate enough at exact, fp32 "
-            "states for layer 3 at 131,072 tokens; on this GPU nothing was timed.",
+            "unfused did not pass; fused is accurate enough and mine:f is accurate enough for "
+            "layer 3 at 131,072 tokens; on this GPU not every call of fused, mine:f and unfused "
+            "was timed.",
         ),
         (
             report(**ONE, conditions=(parse_gate("speedup:9"), parse_gate("rms:0.1"))),
@@ -410,6 +424,7 @@ def test_the_last_sentence_says_what_to_do(found: Report, words):
 @pytest.mark.parametrize(
     ("kl", "words"),
     [
+        (0.0, "its answers stay within the model's own noise; use relaxed"),
         (1.5e-6, "its answers stay within the model's own noise; use relaxed"),
         (3e-5, "use exact, fp32"),
     ],
@@ -489,19 +504,23 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
     "later chunks": (in_calls(report(seqlens=(256,)), 2), []),
     "packed": (packed(200, 256, 144), [f"A sequence of at most 256 tokens is {ONE_CHUNK}"]),
     "packed, longer": (packed(200, 257, 144), []),
+    "what a server computed": (
+        beside("served", "served", changed(lambda case: case.changed(samples=()), "served")),
+        [],
+    ),
     "baseline": (
         report(layers=(3,), precisions=(EXACT_FP32,), change=outside),
         [
             "The baseline is outside its error budget, but timed: unfused, exact, fp32 states in "
-            "layer 3, 131,072 tokens (rms error 2.00e-3, of fused 2.06e-3)."
+            "layer 3, 131,072 tokens (rms error of the output 2.00e-3, of fused 2.06e-3)."
         ],
     ),
     "libraries": (
         report(precisions=(EXACT_FP32,), change=library, requested=()),
         [
             "Without a time: fla (exact, fp32 states) in layer 9: no such size.",
-            "Outside the error budget, but timed because it is another library's: fla (exact, fp32 "
-            "states) passed in layers 0, 18, 27.",
+            "Outside the error budget, but passed because it is another library's: fla (exact, "
+            "fp32 states) in layers 0, 18, 27.",
         ],
     ),
     "equal precisions": (
@@ -651,9 +670,17 @@ def test_rows_are_folded_only_if_all_other_cells_are_equal():
     assert mixed[0] == ("a", "exact, fp32/fp16; relaxed, fp32", "x")
 
 
-@pytest.mark.parametrize(("kind", "passed"), [("own", False), ("library", True)])
-def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind, passed):
-    broken = Probe(name="causality", holds="no", detail="out at (0, 3) is 1 and 2")
+@pytest.mark.parametrize(
+    ("kind", "detail", "words"),
+    [
+        ("own", "out at (0, 3) is 1 and 2", "states) breaks a law (causality) in layer 9."),
+        ("own", "its call 2 ended its process by SIGBUS", "crashed in the law causality in layer"),
+        ("own", "its call 2 was stopped after 60 s", "did not return in the law causality in"),
+        ("library", "", "PASSED"),
+    ],
+)
+def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind, detail, words):
+    broken = Probe(name="causality", holds="no", detail=detail)
     kept = (Probe(name="linearity", holds="yes"), Probe(name="halving", holds="yes"))
     probes = (*kept, broken, Probe(name=REPEATS, holds="no", detail="out at (0, 4)"))
     found = report(
@@ -665,9 +692,9 @@ def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind, passed
         ("fused", "all 2 precisions", "no", "causality", broken.detail),
         ("fused", "all 2 precisions", "no", REPEATS, "out at (0, 4)"),
     )
-    assert verdict(found)[0].startswith("PASSED") == passed
+    assert words in verdict(found)[0]
     assert {case.why for case in found.cases if case.result == "inaccurate"} == (
-        set() if passed else {f"law 'causality': {broken.detail}"}
+        set() if kind == "library" else {f"law 'causality': {detail}"}
     )
 
 
