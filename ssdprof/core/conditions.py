@@ -211,7 +211,7 @@ METRICS: dict[str, Metric] = {
         more_is_better=True,
         choices=tuple(TOLERANCE_NAMES),
         default="1e-3",
-        if_missing="not compared with a baseline, or the tolerance is over 2 % of the largest value",
+        if_missing="no baseline's output, or the tolerance is over 2 % of its largest value",
     ),
     "rms": Metric(
         value=_rms,

@@ -88,7 +88,7 @@ def test_heads_are_grouped_by_how_long_they_remember():
         (
             (decoded("fp32", steady(1e-7)), decoded("bf16", *[growing(2e-3)] * 3, steady(2e-3))),
             "keep states in fp32 or better, which keeps every head for 4,096 tokens, at an output "
-            "error of 1.00e-7; bf16 loses 3 of 4 heads of layer 7 after 128 tokens.",
+            "error of 1.00e-7; bf16 loses 3 of 4 heads of layer 7, the first after 128 tokens.",
         ),
         (
             (
