@@ -281,10 +281,8 @@ def _coincide(line: Sequence[float], other: Sequence[float]) -> bool:
     are finite, and are infinite in the same places.
     """
     highest = max(filter(math.isfinite, other), default=0.0)
-    return all(
-        left == right or abs(left - right) <= _STROKE * highest
-        for left, right in zip(line, other, strict=True)
-    )
+    is_close = partial(math.isclose, abs_tol=_STROKE * highest)
+    return all(map(is_close, line, other))
 
 
 def _worst(cases: Sequence[Case], which: Against) -> list[float]:
@@ -334,15 +332,11 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
     for group in sampled:
         title = f"{group.name}: stages and stall reasons"
         bars = {_stage_name(group, stage): share for stage, share in group.stages.items()}
-        if picture := stacked(bars, reasons, _percent, _BUSY, longest):
+        if picture := stacked(bars, reasons, partial(fmt.share, decimals=1), _BUSY, longest):
             pictures[group.name.lstrip("_")] = (title, picture)
     if roof := stall_roofline(report):
         pictures["roofline"] = ("Roofline", roof)
     return pictures
-
-
-def _percent(share: float) -> str:
-    return fmt.share(share, 1)
 
 
 def _stage_name(group: KernelGroup, stage: str) -> str:

@@ -212,18 +212,17 @@ def compose(report: StallReport) -> Document:
             str(report.precision),
         ]
     title.append(report.gpu)
-    lines = [VerdictLine(f"No stalls: {report.missing}", False)] if report.missing else []
+    lines = [f"No stalls: {report.missing}"] if report.missing else []
     for group in profiled:
         if group.duration_us is not None:
             kernels = f"{len(group.kernels)} kernels" if len(group.kernels) > 1 else "one kernel"
-            duration = fmt.duration(group.duration_us)
-            lines.append(VerdictLine(f"{group.name}: {duration} in {kernels}."))
+            lines.append(f"{group.name}: {fmt.duration(group.duration_us)} in {kernels}.")
     origin = {"when": when(report.created), "read from": ", ".join(report.sources)}
     return Document(
         title=", ".join(filter(None, title)),
         version=report.ssdprof_version,
         origin=tuple((label, value) for label, value in origin.items() if value),
-        verdict=tuple(lines),
+        verdict=tuple(VerdictLine(line, not report.missing) for line in lines),
         caveats=tuple(_caveats(report)),
         sections=tuple(_sections(report, profiled)),
     )

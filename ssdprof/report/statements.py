@@ -3,7 +3,7 @@ recommendation "In short", and the caveats.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 
 from ssdprof.core import words as fmt
@@ -393,7 +393,9 @@ def _decision(report: Report, group: Group) -> VerdictLine:
     return VerdictLine("; ".join([*words, advised]), is_good and outcome.passed)
 
 
-def _faults_in_run(report: Report, outcome: Outcome) -> dict[tuple[str, str], list[PrecisionName]]:
+def _faults_in_run(
+    report: Report, outcome: Outcome
+) -> Mapping[tuple[str, str], Iterable[PrecisionName]]:
     """(implementation, fault) -> the precisions at which a case has this fault, each once.
 
     The fault says that the case did not pass, or which limits it misses.  States that do not fit
@@ -401,7 +403,7 @@ def _faults_in_run(report: Report, outcome: Outcome) -> dict[tuple[str, str], li
     """
     of_kernels = [verdict for verdict in outcome.broken if STATE_BREAKS not in verdict.condition]
     broken = grouped(of_kernels, lambda verdict: verdict.case)
-    faults: dict[tuple[str, str], list[PrecisionName]] = {}
+    faults: dict[tuple[str, str], dict[PrecisionName, None]] = {}
     for case in report.cases:
         if case in outcome.faulty:
             fault = "did not pass"
@@ -409,9 +411,7 @@ def _faults_in_run(report: Report, outcome: Outcome) -> dict[tuple[str, str], li
             fault = f"misses {fmt.words(verdict.condition for verdict in broken[case.name])}"
         else:
             continue
-        precisions = faults.setdefault((case.implementation, fault), [])
-        if case.precision not in precisions:
-            precisions.append(case.precision)
+        faults.setdefault((case.implementation, fault), {})[case.precision] = None
     return faults
 
 
@@ -622,8 +622,11 @@ def _server_or_recording(report: Report) -> Iterator[str]:
     if not report.is_recorded:
         return
     served = [case for case in report.cases if case.kind == "served"]
-    finite = [case for case in served if exact_answer_is_finite(case)]
-    wrong = [case for case in finite if case.result in ("inaccurate", "nonfinite")]
+    wrong = [
+        case
+        for case in served
+        if case.result in ("inaccurate", "nonfinite") and exact_answer_is_finite(case)
+    ]
     if wrong:
         yield (
             f"In {layer_words(wrong)}, what the server computed differs from the fp64 oracle for "
@@ -699,11 +702,10 @@ def _of_baselines(report: Report) -> Iterator[str]:
         compared.sort(key=lambda case: case.precision == worst.precision)
         errors = {case.implementation: fmt.small(_rms(case)) for case in compared}
         other_errors = "".join(f", of {name} {error}" for name, error in errors.items())
-        is_outside = any(tensor.reason for tensor in worst.accuracy)
-        fault = "is outside its error budget" if is_outside else _fault_words(worst)
-        timed = ", but timed" if worst.time_us else ""
+        timed = ", but was timed" if worst.time_us else ""
+        where = f"{label} {_fault_words(worst)} in {worst.case_key}"
         rms = f"rms error of the output {fmt.small(_rms(worst))}{other_errors}"
-        yield f"The baseline {fault}{timed}: {label} in {worst.case_key} ({rms})."
+        yield f"The baseline has a fault{timed}: {where} ({rms})."
 
 
 def _rms(case: Case) -> float:

@@ -79,21 +79,15 @@ def by_format(cases: Iterable[Case]) -> dict[str, list[HeadStates]]:
 def by_size(report: Report) -> dict[str, list[Case]]:
     """Size and step, such as "4,096 tokens, decoded by 4" -> its cases.  The longest is first.
 
-    In a bench, whose shapes are no layers of one model, the inputs are named, too: "1 x 4,096,
-    decoded, mamba2-2.7b, bf16".
+    In a bench, whose shapes are no layers of one model, each shape and size stands for itself:
+    "mamba2-2.7b, bf16, decoded, 1 x 4,096".
     """
 
     def size(case: Case) -> str:
-        inputs, how = _inputs_and_step(case)
-        return f"{case.size}, {how}" if case.layer else f"{case.size}, {how}, {inputs}"
+        # the last part of `where` says by how many tokens the prompt was decoded
+        return f"{case.size}, {case.where.rpartition(', ')[2]}" if case.layer else case.case_key
 
     return grouped(sorted(report.of_states, key=lambda case: -case.seqlen), size)
-
-
-def _inputs_and_step(case: Case) -> tuple[str, str]:
-    """The layer or the generated inputs, and how they were decoded: "layer 3", "decoded by 4"."""
-    inputs, _, how = case.where.rpartition(", ")
-    return inputs, how
 
 
 def by_layer(report: Report) -> dict[str, list[Case]]:
@@ -268,16 +262,15 @@ def advice(report: Report) -> VerdictLine | None:
         formats = by_format(cases)
         if formats:
             case = cases[0]
-            inputs, _ = _inputs_and_step(case)
-            return _advice(case.prompt if case.layer else f"{case.prompt} of {inputs}", formats)
+            return _advice(case.prompt if case.layer else case.case_key, formats)
     return None
 
 
 def _advice(size: str, formats: Mapping[str, Sequence[HeadStates]]) -> VerdictLine:
     """The advice for one size.
 
-    size: the tokens, of a bench also the inputs, in words.  formats: format -> all heads of each
-        layer.
+    size: the tokens of the prompt, or a bench's inputs, in words.
+    formats: format -> all heads of each layer.
     """
     errors = {name: _last_error(layers) for name, layers in formats.items()}
     pools = {name: _pool_bytes(layers) or math.inf for name, layers in formats.items()}
@@ -310,7 +303,7 @@ def _loss(name: str, layers: Sequence[HeadStates]) -> str:
     layer 7, the first after 512 tokens".
     """
     most = max(layers, key=lambda layer: len(layer.lost))
-    inputs, _ = _inputs_and_step(most.case)
-    heads = f"{len(most.lost):,} of {fmt.plural(len(most.heads), 'head')} of {inputs}"
+    where = most.case.where.rpartition(", ")[0]  # without the word "decoded"
+    heads = f"{len(most.lost):,} of {fmt.plural(len(most.heads), 'head')} of {where}"
     first = "" if len(most.lost) == 1 else ", the first"
     return f"{name} loses {heads}{first} after {fmt.plural(min(most.lost), 'token')}"
