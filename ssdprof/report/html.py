@@ -28,11 +28,8 @@ _UNITS = {
 }  # fmt: skip
 # CSS pixels for each point of a drawing on a wide page; a telephone has room for about 4/3
 _PIXELS_PER_POINT = 1.7
-# a cell such as "13.2 ms [13.1, 13.3]" or "1.93 ms (12.0%)"; the groups are its first number and
-# the unit of that
-_NUMBER = re.compile(
-    r"<?([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*[\[(].*[\])])?$"
-)
+# a cell such as "13.2 ms [13.1, 13.3]"; the groups are its first number and the unit of that
+_NUMBER = re.compile(r"<?([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*\[.*\])?$")
 # a space between a number and its unit, or between the ends of an interval
 _SPACE_IN_VALUE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[kMG])\b)|(?<=,) (?=[\d.e%+-]+\])")
 # the hyphen in a number such as "1e-3"
@@ -205,8 +202,8 @@ def sortable(table: Table) -> bool:
 def sort_key(text: str) -> str:
     """The number that a cell is sorted by, in the smallest unit: "12.4 ms" -> "12400.0".
 
-    Empty if the cell is not a number, with or without a sign, a unit, and an interval or a share
-    behind it.  Any other unit than those of `_UNITS` is ignored.
+    Empty if the cell is not a number, with or without a sign, a unit and an interval.  Units that
+    are not in `_UNITS` are ignored.
     """
     parts = _NUMBER.fullmatch(text.strip())
     if parts is None:

@@ -100,7 +100,6 @@ def test_a_page_has_what_was_measured_and_text_stays_text(pages: dict[str, str])
         ("812 k", 812e3),
         ("1.2 M", 1.2e6),
         ("+4.01e-3% [-0.02%, +0.03%]", 4.01e-3),
-        ("1.93 ms (12.0%)", 1930.0),
     ],
 )
 def test_a_cell_sorts_by_its_number_in_one_unit(text, key):
