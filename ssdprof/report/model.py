@@ -42,7 +42,7 @@ _Answer = tuple[Case, Answers]  # a case and its task
 
 
 def _names(case: Case, answers: Answers) -> TableRow:
-    """The cells of `NAMES`.  Of a case of noise, the first one also names what was changed."""
+    """The cells of `NAMES`.  For a case of noise, the first one also names what was changed."""
     noise = f"noise: {case.implementation}, {answers.change}"
     return {
         "implementation": noise if answers.change else case.implementation,

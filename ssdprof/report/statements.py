@@ -69,7 +69,7 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
     """The verdict of a report: why it did not pass, what passed, and the first state between calls
     that does not fit.
 
-    Of a run that passed, it also says where the implementations may be used.
+    For a run that passed, it also says where the implementations may be used.
     """
     outcome = Outcome(report)
     lines = [VerdictLine(line, False) for line in errors(report)]
@@ -269,7 +269,7 @@ def _advice(all_series: Sequence[Series]) -> VerdictLine:
 def _doubt(series: Series, all_series: Sequence[Series]) -> str:
     """Why a precision is not advised although it is within its budget; empty if it is advised.
 
-    Exact intermediates are always advised.  Of relaxed ones, the model's answers decide if they and
+    Exact intermediates are always advised.  On relaxed ones, the model's answers decide if they and
     the model's noise were compared; otherwise the error of the output decides.
 
     all_series: the series of the same implementation.
