@@ -129,10 +129,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
     "partial": (
         report(complete=False),
         [
-            (
-                "PARTIAL: this run did not reach its end.  The results here are valid; the rest is "
-                "missing."
-            ),
+            "PARTIAL: this run did not reach its end.  The results here are valid",
             f"So far all 32 cases are {WITHIN}",
         ],
     ),
@@ -425,7 +422,6 @@ def test_the_last_sentence_says_what_to_do(found: Report, words):
     ("kl", "words"),
     [
         (0.0, "its answers stay within the model's own noise; use relaxed"),
-        (1.5e-6, "its answers stay within the model's own noise; use relaxed"),
         (3e-5, "use exact, fp32"),
     ],
 )
@@ -571,10 +567,10 @@ def test_a_baseline_or_a_library_outside_its_budget_fails_nothing():
 
 def test_words_are_explained_where_they_appear():
     words = dict(meanings(report()))
-    assert list(words) == ["unfused", "fused", "exact", "relaxed"]
+    assert " ".join(words) == "unfused fused exact relaxed"
     assert words["unfused"].endswith("; the baseline")
     words = dict(meanings(steps(report())))
-    assert list(words) == ["unfused", "fused", "recurrent", "unfused_step", "exact", "relaxed"]
+    assert " ".join(words) == "unfused fused recurrent unfused_step exact relaxed"
     other = dict(meanings(report().changed(baseline="fla")))
     assert other["baseline"] == "fla, which the others are compared with"
     assert other["unfused"] == "ssdprof's own kernels with one launch per stage"
@@ -628,7 +624,7 @@ def test_the_sum_names_its_layers_and_its_baseline_and_leaves_out_what_failed():
     assert row(table, "unfused portable", "exact, fp32")["layers"] == "4 of 4"
     assert "times over different numbers of layers do not compare" in table.note
     cells = row(calls.speed_by_layer(group), "9", "fused hopper", "exact, fp32")
-    assert list(cells.values())[3:] == ["-", "inaccurate", "-", "-", "-", "-", "-", "-", "-"]
+    assert " ".join(list(cells.values())[3:]) == "- inaccurate - - - - - - -"
 
 
 # --- accuracy
@@ -668,6 +664,10 @@ def test_rows_are_folded_only_if_all_other_cells_are_equal():
     assert folded(*equal, *others) == (("a", "all 2 precisions", "x"), *others)
     mixed = folded(*equal, ("a", "relaxed, fp32", "x"), ("a", "relaxed, fp16", "z"))
     assert mixed[0] == ("a", "exact, fp32/fp16; relaxed, fp32", "x")
+
+
+def test_a_key_column_that_is_empty_is_no_longer_one():
+    assert table("t", [{"a": "-", "b": "1"}], (), keys=2).without_empty_columns().keys == 1
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,6 @@ def test_a_part_has_no_empty_rows_and_no_empty_columns():
         report(gpu=False, precisions=TWO),
         report(change=WRONG, complete=False, notes=NOTES, **HOT),
     ],
-    ids=["one length", "three lengths", "cpu", "failures"],
 )
 def test_it_fits_the_screen(found: Report, width):
     lines = printed(brief.render(found), width).splitlines()
@@ -142,29 +141,11 @@ def test_numbers_of_the_screen_are_those_of_the_report_and_the_verdict_is_last()
     found = report(precisions=(EXACT_FP32,), layers=(0,), notes=("The prompt is random tokens.",))
     text = printed(brief.render(found), 120)
     (speed,) = [line.split("  ") for line in text.splitlines() if "2.00x [" in line]
-    assert [cell.strip() for cell in speed if cell.strip()] == [
-        "exact, fp32",
-        "2.00x [1.98, 2.02]",
-        "faster",
-        "1.96x",
-        "500 µs",
-        "262 M",
-        "1.00 ms",
-        "46.3%",
-    ]
+    assert "; ".join(cell.strip() for cell in speed if cell.strip()) == (
+        "exact, fp32; 2.00x [1.98, 2.02]; faster; 1.96x; 500 µs; 262 M; 1.00 ms; 46.3%"
+    )
     (accuracy,) = [line.split() for line in text.splitlines() if "90.000%" in line]
-    assert accuracy == [
-        "exact,",
-        "fp32",
-        "yes",
-        "90.000%",
-        "99.900%",
-        "-",
-        "2.00e-3",
-        "1.50e-3",
-        "0.02",
-        "4",
-    ]
+    assert " ".join(accuracy) == "exact, fp32 yes 90.000% 99.900% - 2.00e-3 1.50e-3 0.02 4"
     assert "Speed, 131,072 tokens, fused hopper, 1 layer" in text
     for words in (
         "The prompt is random tokens.",
@@ -205,7 +186,6 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said():
         (packed(200, 200, 200), "output, 600 tokens in 3 packed sequences, fused"),
         (steps(report(precisions=(EXACT_FP32,))), "decode steps after 131,072  recurrent"),
     ],
-    ids=["chunks", "packed", "steps"],
 )
 def test_what_a_server_sees_is_named(found: Report, words):
     """Times of a chunked prefill are sums over its chunks, not times of a prompt of a chunk's
@@ -311,14 +291,9 @@ def test_each_run_has_its_verdict():
         report(conditions=(parse_gate("speedup:100"),)),
         BadInputError("It is damaged."),
     )
-    assert table.rows[0] == (
-        "0",
-        "run",
-        "2026-01-02 03:04 UTC",
-        "ibm-granite/granite-4.0-h-small",
-        "1,024, 131,072",
-        "NVIDIA H200",
-        "passed",
+    assert "; ".join(table.rows[0]) == (
+        "0; run; 2026-01-02 03:04 UTC; ibm-granite/granite-4.0-h-small; 1,024, 131,072; "
+        "NVIDIA H200; passed"
     )
     verdicts = ["passed", "failed", "refused", "incomplete, partial", "failed", "unreadable"]
     assert [cells[-1] for cells in table.rows] == verdicts
