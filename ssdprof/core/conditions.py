@@ -153,11 +153,10 @@ def _match(case: Case, tolerance_name: str, _speedup_of: SpeedupOf) -> float | N
     """
     tolerance = TOLERANCE_NAMES[tolerance_name]
     out = case.tensor("out")
-    if out is None or out.vs_baseline is None:
+    error = out.vs_baseline if out else None
+    if error is None or (error.scale_max_abs or 0.0) < LEAST_VALUE * tolerance:
         return None
-    if (out.vs_baseline.scale_max_abs or 0.0) < LEAST_VALUE * tolerance:
-        return None
-    return out.vs_baseline.match_pct(tolerance)
+    return error.match_pct(tolerance)
 
 
 def _rms(case: Case, _at: str, _speedup_of: SpeedupOf) -> float | None:

@@ -358,17 +358,18 @@ def stacked(
     bars.
 
     bars: name of a bar -> part -> length.
-    parts: all parts in their order.  If there are more than colours, the last ones share a colour.
+    parts: all parts in their order.  The first ones have a colour each; all others share the last
+        colour, as "other".
     words: writes a length as text.
     longest: the length of the longest bar of all plots that shall have the same scale; 0 if this
         plot has a scale of its own.
     """
     if not bars:
         return None
-    alone = len(COLORS) if len(parts) <= len(COLORS) else len(COLORS) - 1
-    colored = {part: [part] for part in parts[:alone]}
-    if len(parts) > alone:
-        colored["other"] = list(parts[alone:])
+    last = len(COLORS) - 1
+    colored = {part: [part] for part in parts[:last]}
+    if len(parts) > last:
+        colored["other"] = list(parts[last:])
 
     def paint(axes: Axes) -> None:
         """The bars, from the lowest one to the highest one."""

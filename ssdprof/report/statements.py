@@ -79,7 +79,7 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
     if outcome.passed and report.kind == "run":
         for_use = []
         for group in groups(report):
-            for_use += [(group, name) for name in group.compared if name != "served"]
+            for_use += [(group, name) for name in group.compared]
         lines += advice(for_use)
     return tuple(lines)
 
@@ -225,14 +225,16 @@ def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
 def advice(compared: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
     """The precisions at which implementations may be used, in sentences.
 
-    Groups with the same advice share a sentence.
+    Groups with the same advice share a sentence.  What a server computed is not a choice, and is
+    left out.
 
     compared: groups, each with one of the implementations that were compared in it.
     """
     groups_of_line: dict[VerdictLine, list[Group]] = {}
     for group, implementation in compared:
-        line = _advice(group.series(implementation))
-        groups_of_line.setdefault(line, []).append(group)
+        if implementation != "served":
+            line = _advice(group.series(implementation))
+            groups_of_line.setdefault(line, []).append(group)
     for line, with_same_advice in groups_of_line.items():
         where = _capital(places(with_same_advice))
         yield line._replace(text=f"{where}, {line.text}")
