@@ -286,7 +286,8 @@ def test_libraries_that_cannot_take_part_are_a_sentence_each(monkeypatch):
 def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(monkeypatch):
     library(monkeypatch, "sloppy", sloppy)
     library(monkeypatch, "wrong", doubled)
-    passing(f"run demo {SHORT} --impl fused,sloppy")
+    shown = passing(f"run demo {SHORT} --impl fused,sloppy").shown
+    assert "oracle, except for sloppy (exact, bf16 states) in layer 0, which is close" in shown
     shown = ending(1, f"run demo {SHORT} --impl fused,sloppy,wrong --full").shown
     found = cases()
     assert (found["sloppy"].result, found["wrong"].result) == ("passed", "inaccurate")

@@ -103,7 +103,7 @@ def errors(report: Report) -> tuple[str, ...]:
 
 
 def incomplete(report: Report) -> str:
-    """Why a report is incomplete; empty if it is complete."""
+    """Why a report is incomplete, as it is without cases; empty if it is complete."""
     return unfinished(report) if report.cases else NOTHING
 
 
@@ -179,6 +179,8 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
     elif outcome.refused or outcome.missing:
         who = "The other case" if is_single else f"The other {outcome.compared} cases"
     result = f"{'is' if is_single else 'are'} within the error budget against the fp64 oracle"
+    if outcome.tolerated:
+        result += f", except for {case_words(outcome.tolerated)}, which is close to the oracle"
     if report.kind == "prefill":
         result = "ran"
     if report.of_states:
