@@ -5,7 +5,7 @@ and tests whether rounding explains an error.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,6 +22,10 @@ from ssdprof.core.base import (
     TensorName,
     Text,
 )
+
+# A share of matches says something only if the largest value of the tensor is this many times the
+# tolerance: below, nearly every element is within the tolerance, whatever was computed.
+LEAST_VALUE: Final = 50
 
 
 class Deviation(Record):

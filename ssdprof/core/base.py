@@ -167,6 +167,7 @@ WHILE_RECORDED: Final = "While it was recorded: "
 Holds = Literal["yes", "no", "not tested", "not applicable"]
 Laws = Literal["quick", "default", "all"]  # which laws are tested
 ENDED: Final = ("its call ", "after its call ")  # begin the detail of a law whose process ended
+STOPPED: Final = "was stopped after"  # in that detail, if it was stopped because a call took long
 
 
 class Probe(Record):

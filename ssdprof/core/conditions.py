@@ -18,16 +18,17 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from ssdprof.core.accuracy import LEAST_VALUE
 from ssdprof.core.base import TOLERANCES, NotNegative, Record, Text, states_of
 from ssdprof.core.case import Answers, Case, DecodedStates, Prefill
 from ssdprof.core.statistics import Estimate
-from ssdprof.core.words import tolerance
+from ssdprof.core.words import tolerance as tolerance_words
 from ssdprof.errors import BadInputError, nearest
 
 SPEED_METRICS = ("speedup", "time")
 KEPT_STEPS = "kept-steps"
 STATE_BREAKS = "state-breaks"
-TOLERANCE_NAMES = {tolerance(value): value for value in TOLERANCES}
+TOLERANCE_NAMES = {tolerance_words(value): value for value in TOLERANCES}
 Measured = Estimate | float  # a value with an interval, or an exact one
 SpeedupOf = Callable[..., Estimate | None]  # `Report.speedup` of the report of a case
 _METRIC = r"(?P<metric>[a-z0-9-]+)(?:@(?P<at>.+))?:"
@@ -147,7 +148,15 @@ def _time(case: Case, clock: str, _speedup_of: SpeedupOf) -> Estimate | None:
 
 
 def _match(case: Case, tolerance_name: str, _speedup_of: SpeedupOf) -> float | None:
-    return case.match_pct(TOLERANCE_NAMES[tolerance_name])
+    """The share of matching elements; None if the output was not compared with a baseline, or if
+    the share says nothing (`LEAST_VALUE`), as where a table has a dash.
+    """
+    tolerance = TOLERANCE_NAMES[tolerance_name]
+    out = case.tensor("out")
+    error = out.vs_baseline if out else None
+    if error is None or (error.scale_max_abs or 0.0) < LEAST_VALUE * tolerance:
+        return None
+    return error.match_pct(tolerance)
 
 
 def _rms(case: Case, _at: str, _speedup_of: SpeedupOf) -> float | None:
@@ -201,7 +210,7 @@ METRICS: dict[str, Metric] = {
         more_is_better=True,
         choices=tuple(TOLERANCE_NAMES),
         default="1e-3",
-        if_missing="not compared with a baseline",
+        if_missing="no baseline's output, or the tolerance is over 2 % of its largest value",
     ),
     "rms": Metric(
         value=_rms,

@@ -151,6 +151,8 @@ class Outcome:
     compared: the number of cases that were compared or failed, without answers, without the cases
         of `others`, and without baselines whose only fault is to be in `outside`.
     failed: the cases among them that did not pass.
+    tolerated: the cases among them that passed although they are outside their budget: of other
+        libraries, or of a server.
     outside: the cases of baselines that are finite and outside their budget.  That fails nothing,
         because the verdict is on the implementations that are compared with them.
     refused: the requested cases that an implementation does not support, without answers, prefills
@@ -184,6 +186,9 @@ class Outcome:
         self.others = len(report.cases) - len(counted)
 
         self.failed = tuple(case for case in judged if case.failed)
+        self.tolerated = tuple(
+            case for case in judged if case.result == "passed" and case.outside_budget
+        )
         refused = [case for case in judged if case.result == "refused"]
         self.compared = len(judged) - len(refused)
         requested = {", ".join(parts) for parts in report.requested}

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdprof import operators
-from ssdprof.core.base import Status, grouped
+from ssdprof.core.base import STOPPED, Status, grouped
 from ssdprof.core.case import Case
 from ssdprof.environment import child
 from ssdprof.errors import MissingCapabilityError, how_ended, printable
@@ -396,7 +396,7 @@ def ending(ended: ProcessResult, limit_s: float) -> str:
     """The predicate of a sentence on the call in which another process ended."""
     code, output = ended
     if code is None or is_stopped(code):
-        return f"was stopped after {limit_s:g} s"
+        return f"{STOPPED} {limit_s:g} s"
     if code < 0:
         return f"ended its process by {how_ended(code)}"
     words = printable(output.rstrip("\n").rpartition("\n")[2])

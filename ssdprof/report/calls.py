@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from ssdprof.core import words as fmt
+from ssdprof.core.accuracy import LEAST_VALUE
 from ssdprof.core.base import (
     BETWEEN_CALLS,
     PRECISIONS,
@@ -40,10 +41,6 @@ ACCURACY_READING = (
     "calls, shares are of all elements, errors those of the worst call.  Positions count from 0: "
     "(row, token, head, channel) in the output, (sequence, head, row, column) in the final states."
 )
-# A match is shown only if the largest value of the tensor is at least this many times the
-# tolerance.  With smaller values the tolerance is a large part of most elements, and the share says
-# little.
-_LEAST_VALUE_OVER_TOLERANCE = 50
 _RMS_TOLERANCE = 1e-3  # of the column "of rms": one of `TOLERANCES[1:]`
 _MOST_ROWS = 40  # of a table of reasons or of commands; the JSON report has every case
 
@@ -264,8 +261,7 @@ def match(pooled: Pooled | None, tolerance: float) -> str:
     A dash without deviations, and where the tolerance is so large that the share says little.  That
     is assumed in old records, which lack the largest value, of any tolerance but 0.
     """
-    least_value = _LEAST_VALUE_OVER_TOLERANCE * tolerance
-    if pooled is None or (pooled.largest_value or 0.0) < least_value:
+    if pooled is None or (pooled.largest_value or 0.0) < LEAST_VALUE * tolerance:
         return fmt.MISSING
     return fmt.percent(pooled.match_pct(tolerance))
 

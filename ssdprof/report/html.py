@@ -20,17 +20,19 @@ from ssdprof.report.groups import groups
 from ssdprof.report.table import Document, Picture, Section, Table, section, tone
 
 _MOST_PICTURES = 3  # lengths, or layers, that have a picture; the tables have all of them
-_UNITS = {  # by which cells are sorted, in microseconds or in bytes
+# the units of `words`, in microseconds, in bytes, and of numbers per second
+_UNITS = {
     "µs": 1.0, "ms": 1e3, "s": 1e6,
     "B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
+    "k": 1e3, "M": 1e6, "G": 1e9,
 }  # fmt: skip
 # CSS pixels for each point of a drawing on a wide page; a telephone has room for about 4/3
 _PIXELS_PER_POINT = 1.7
-# a cell such as "13.2 ms [13.1, 13.3]"; the groups are its number and its unit
-_NUMBER = re.compile(r"<?(-?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*\[.*\])?$")
+# a cell such as "13.2 ms [13.1, 13.3]"; the groups are its first number and the unit of that
+_NUMBER = re.compile(r"<?([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?:\s*([A-Za-zµ%]+))?(?:\s*\[.*\])?$")
 # a space between a number and its unit, or between the ends of an interval
-_SPACE_IN_VALUE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[KMGT])\b)|(?<=,) (?=[\d.e-]+\])")
-# the hyphen of "1e-3"
+_SPACE_IN_VALUE = re.compile(r"(?<=\d) (?=(?:[µm]?s|[KMGT]?i?B|[kMG])\b)|(?<=,) (?=[\d.e%+-]+\])")
+# the hyphen in a number such as "1e-3"
 _EXPONENT = re.compile(r"(?<=\de)-(?=\d)")
 
 # title of a section -> title of a picture -> the picture; None where nothing was measured
@@ -38,16 +40,20 @@ Pictures = dict[str, dict[str, plots.Drawing | None]]
 
 
 def of_document(document: Document, stalls: StallReport | None = None) -> str:
-    """A document as an HTML file.  stalls: the stall report of which the document was composed; its
-    pictures are added.
+    """A document as an HTML file.
+
+    stalls: the stall report of which the document was composed, whose pictures are added; None for
+        a document without pictures.
     """
     pictures = _of_stalls(stalls) if stalls else {}
     return _page(document, list(_parts(document, pictures, count(1))))
 
 
 def render(report: Report, stalls: StallReport | None = None) -> str:
-    """A report as an HTML file.  stalls: the stall report in the run's folder, which becomes the
-    last part of the page.
+    """A report as an HTML file.
+
+    stalls: the stall report in the run's folder, which becomes the last part of the page; None if
+        there is none.
     """
     document = compose(report)
     numbers = count(1)
@@ -65,7 +71,7 @@ def render(report: Report, stalls: StallReport | None = None) -> str:
 
 
 def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> Iterator[Section]:
-    """The sections of a document with their pictures.
+    """The sections of a document with their pictures, of which None is left out.
 
     numbers: one is taken for each picture, so that the ids in the pictures of a page differ.
     """
@@ -84,7 +90,7 @@ def _of_stalls(report: StallReport) -> Pictures:
 
 
 def _of_states(report: Report) -> dict[str, plots.Drawing | None]:
-    """The pictures of the layers in which the formats lose the most heads."""
+    """The pictures of decoded states, in the layers in which the formats lose the most heads."""
     layers = sorted(
         states.by_layer(report).items(), key=lambda layer: -states.lost_head_count(layer[1])
     )
@@ -102,7 +108,7 @@ def _of_bench(report: Report) -> Pictures:
 
 
 def _of_prompts(report: Report) -> Pictures:
-    """The pictures of every kind of report except a bench."""
+    """The pictures of every kind of report except a bench, apart from those of `_of_states`."""
     prompts = groups(report)
     prefills = model.by_length(model.prefills(report))
     return {
@@ -126,14 +132,18 @@ def _of_prompts(report: Report) -> Pictures:
 
 
 def _page(document: Document, parts: Sequence[Section]) -> str:
-    """The page of the sections, which are in its order.  Each has an anchor made of its title."""
-    count_of_anchors: Counter[str] = Counter()
+    """The page, with the head of a document.
+
+    parts: the sections in the order of the page.  Each has an anchor made of its title; of sections
+        with the same title, as the stall report may have one of the run's report, the second one
+        has a number.
+    """
+    anchor_counts: Counter[str] = Counter()
     anchored: dict[str, Section] = {}
     for part in parts:
         anchor = re.sub(r"[^a-z0-9]+", "-", part.title.lower()).strip("-")
-        count_of_anchors[anchor] += 1
-        # the stall report may have a section with the same title as the run's report
-        number = count_of_anchors[anchor]
+        anchor_counts[anchor] += 1
+        number = anchor_counts[anchor]
         anchored[anchor if number == 1 else f"{anchor}-{number}"] = part
     environment = Environment(
         loader=PackageLoader("ssdprof.report", "templates"),
@@ -163,7 +173,8 @@ def unbroken(cell: str) -> Markup:
 
 
 def inline(svg: str, prefix: str, title: str) -> str:
-    """A drawing as an <svg> element in the body of a page, with the page's text colour for black.
+    """A drawing as an <svg> element in the body of a page, with the page's text colour for black,
+    and nothing for white.
 
     svg: the file that matplotlib wrote.  prefix: put before every id, so that no two pictures of a
     page share an id.  title: read by screen readers.
@@ -184,14 +195,15 @@ def inline(svg: str, prefix: str, title: str) -> str:
 
 
 def sortable(table: Table) -> bool:
-    """Whether a reader can sort the table: it has several rows, and a cell begins with a number."""
+    """Whether a reader can sort the table: it has several rows, and a cell has a `sort_key`."""
     return len(table.rows) > 1 and any(map(sort_key, chain.from_iterable(table.rows)))
 
 
 def sort_key(text: str) -> str:
     """The number that a cell is sorted by, in the smallest unit: "12.4 ms" -> "12400.0".
 
-    Empty if the cell is not a number, with or without a unit and an interval.
+    Empty if the cell is not a number, with or without a sign, a unit and an interval.  Units that
+    are not in `_UNITS` are ignored.
     """
     parts = _NUMBER.fullmatch(text.strip())
     if parts is None:

@@ -3,6 +3,7 @@
 import html
 import re
 from collections.abc import Mapping
+from urllib.parse import quote
 
 from tabulate import tabulate
 
@@ -10,13 +11,16 @@ from ssdprof.report.table import Align, Content, Document, Section, Table
 
 
 def render(document: Document, figures: Mapping[str, str] | None = None) -> str:
-    """The whole document.  figures: title -> path of a picture, relative to the document."""
+    """The whole document.
+
+    figures: title -> path of a picture, relative to the document's folder.
+    """
     parts = [_head(document), *map(_section, document.sections)]
     if figures:
         shown = []
         for title, file in figures.items():
             text = escape(title)
-            shown.append(f"**{text}**\n\n![{text}]({file})")
+            shown.append(f"**{text}**\n\n![{text}]({quote(file)})")
         parts += ["\n### Figures\n\n", "\n\n".join(shown), "\n"]
     return "".join(parts)
 
@@ -42,7 +46,7 @@ def _section(section: Section) -> str:
 
 
 def _block(block: Content, section: str) -> str:
-    """A block of a section.  section: the title of the section."""
+    """A block of a section: a table, small text, or a list.  section: the section's title."""
     match block:
         case Table():
             return draw(block, section)
@@ -53,7 +57,10 @@ def _block(block: Content, section: str) -> str:
 
 
 def draw(table: Table, section: str = "") -> str:
-    """A table, without its title if the section has the same title."""
+    """A table, without its title if that is also the title of the section.
+
+    section: the title of the section; empty if there is none.
+    """
     rendered = tabulate(
         [list(map(_cell, row, table.align)) for row in table.rows],
         headers=[escape(header) for header in table.headers],
@@ -70,15 +77,18 @@ def draw(table: Table, section: str = "") -> str:
 
 
 def _cell(text: str, align: Align) -> str:
-    """The text of a cell.  A number and its unit stay on one line; an interval may be below its
-    ratio.
+    """The text of a cell.  The words of a cell that is aligned to the right, such as a number and
+    its unit, stay on one line; an interval may be below its value.
     """
     cell = escape(text)
     return re.sub(r" (?!\[)", "\u00a0", cell) if align == "right" else cell
 
 
 def escape(text: str) -> str:
-    """Text on one line, escaped for Markdown, HTML and GitHub's mathematics."""
+    """Text on one line, escaped for Markdown, HTML and GitHub's mathematics.
+
+    What Markdown interprets at the start of a line only, such as "#", is not escaped.
+    """
     text = html.escape(" ".join(text.split()), quote=False)
     text = re.sub(r"[\\`*|~$]|\](?=[(\[:])", r"\\\g<0>", text)
     # an underscore inside a word needs no escape, because GitHub does not interpret it there

@@ -42,7 +42,7 @@ _Answer = tuple[Case, Answers]  # a case and its task
 
 
 def _names(case: Case, answers: Answers) -> TableRow:
-    """The first cells of a row.  A case of noise is named by its change."""
+    """The cells of `NAMES`.  For a case of noise, the first one also names what was changed."""
     noise = f"noise: {case.implementation}, {answers.change}"
     return {
         "implementation": noise if answers.change else case.implementation,
@@ -51,7 +51,9 @@ def _names(case: Case, answers: Answers) -> TableRow:
 
 
 def _differences(case: Case, band: AnswerBand | None) -> TableRow:
-    """The differences in a band of positions.  Without a band, the case's result alone."""
+    """The differences in a band of positions.  Without a band, the case's result alone, in place of
+    the mean KL.
+    """
     if band is None:
         return {"KL\nmean": case.result}
     return {
@@ -89,9 +91,9 @@ def prompts(report: Report) -> list[list[Case]]:
 
 
 def _rows(cases: Sequence[Case], *, alone: bool = False) -> list[_Answer]:
-    """The cases of answers, each with its task.
+    """Some of the cases of answers, each with its task.
 
-    alone: whether to select the cases in which the implementation computed a single layer, or those
+    alone: True for the cases in which the implementation computed a single layer, False for those
         in which it computed all of them.
     """
     answers = ((case, case.task) for case in cases if isinstance(case.task, Answers))
@@ -103,18 +105,18 @@ def answers(cases: Sequence[Case]) -> Table:
 
     cases: all cases of the prompt, at least one; those of single layers are left out.
     """
-    answers_of_cases = _rows(cases)
-    generated = max((task.generated for _, task in answers_of_cases), default=0)
+    of_all_layers = _rows(cases)
+    generated = max((task.generated for _, task in of_all_layers), default=0)
     rows = []
-    for case, task in answers_of_cases:
+    for case, task in of_all_layers:
         row = _names(case, task) | _differences(case, case.band)
         if generated:
             row[f"first of {generated}\nthat differs"] = _first_difference(task)
         rows.append(row)
     title = f"Answers at {fmt.tokens(cases[0].seqlen)}"
     note = _reference(cases)
-    if answers_of_cases:
-        _, task = answers_of_cases[0]
+    if of_all_layers:
+        _, task = of_all_layers[0]
         which = "its own dtype"
         if not task.own_weights:
             which = "not in its own dtype: the differences are the operators' own errors"
@@ -123,7 +125,9 @@ def answers(cases: Sequence[Case]) -> Table:
 
 
 def _first_difference(answers: Answers) -> str:
-    """The number of the first generated token that differs from the reference's, from 1."""
+    """The number of the first generated token that differs from the reference's, from 1; "none" if
+    none differs, a dash if none was generated.
+    """
     if not answers.generated:
         return fmt.MISSING
     if answers.first_difference is None:
@@ -154,7 +158,8 @@ def answers_by_position(cases: Sequence[Case]) -> Table:
 
 
 def answers_by_layer(cases: Sequence[Case]) -> Table:
-    """A row for each case in which a single layer was computed, the largest divergence first.
+    """A row for each case in which a single layer was computed, the largest divergence first, and
+    those without one last.
 
     There are such cases only if `--per-layer` was given.
     """
@@ -175,7 +180,7 @@ def _negative_divergence(answer: _Answer) -> float:
 
 
 def _reference(cases: Sequence[Case]) -> str:
-    """A sentence on the reference of the cases, which have it in common."""
+    """A sentence on the reference of the cases, which have it in common, and why it is that."""
     answers = cases[0].task
     assert isinstance(answers, Answers)
     remark = f"  {answers.remark}" if answers.remark else ""
@@ -188,7 +193,9 @@ _CaseOfPrefill = tuple[Case, Prefill]  # a case and its task
 
 
 def prefill_sections(report: Report) -> Iterator[Section]:
-    """The sections of prefills: their times, and the shares of the model's parts."""
+    """The sections of prefills: their times, what was left to the model, and the shares of the
+    model's parts.
+    """
     all_prefills = prefills(report)
     times = _times(report, all_prefills)
     yield section("Prefill time", times, reading=_READING.format(report.baseline))
@@ -246,13 +253,17 @@ def operators_share(case: Case, task: Prefill) -> float | None:
 
 
 def _parts(prefills: Sequence[_CaseOfPrefill]) -> Table:
-    """A column for each prefill, with the times of its parts, which add up to its call time."""
+    """A column for each profiled prefill, with the times of its parts, and their sum, which is its
+    call time.
+
+    prefills: at least one, of the same size.
+    """
     columns = {}
-    for name, us in parts_of_prefills(prefills).items():
-        columns[name.replace(", ", ",\n")] = us | {"call": math.fsum(us.values())}
+    for name, part_us in parts_of_prefills(prefills).items():
+        columns[name.replace(", ", ",\n")] = part_us | {"call": math.fsum(part_us.values())}
     rows = []
     for part in distinct(columns.values()):
-        cells = (_time_and_share(us[part], us["call"]) for us in columns.values())
+        cells = (_time_and_share(us_of[part], us_of["call"]) for us_of in columns.values())
         rows.append((part, *cells))
     first_case, first_prefill = prefills[0]
     title = f"Where the time goes at {_size(first_case)}, {_layers(first_prefill)}"
@@ -263,7 +274,7 @@ def parts_of_prefills(prefills: Sequence[_CaseOfPrefill]) -> dict[str, dict[str,
     """Prefill -> part -> microseconds.  The parts of a prefill add up to its call time.
 
     "GPU idle" is the call time minus the other parts.  All prefills have the same parts, with 0 for
-    a part that they lack.  Prefills that were not profiled are left out.
+    a part that they lack.  Prefills that were not profiled or not timed are left out.
     """
     names = distinct(task.parts for _, task in prefills)
     columns = {}
@@ -282,8 +293,8 @@ def _time_and_share(us: float, whole_us: float) -> str:
 
 
 def _name(case: Case) -> str:
-    """The implementation with its variant, or a library with its version: "fused hopper",
-    "mamba_ssm 2.3".
+    """The implementation with its version, or with its variant if it has none: "mamba_ssm 2.3",
+    "fused hopper".
     """
     return f"{case.implementation} {case.version}" if case.version else case.kernel
 

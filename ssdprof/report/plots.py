@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from ssdprof.core import words as fmt
 from ssdprof.core.base import short_precision
-from ssdprof.core.case import Answers, Case
+from ssdprof.core.case import Answers, Case, worst
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport, most_first
 from ssdprof.core.statistics import Estimate
 from ssdprof.report import states
 from ssdprof.report.groups import Against, Group, deviation
-from ssdprof.report.stalls import KernelGroup, Share, kernel_groups, summed
+from ssdprof.report.stalls import KernelGroup, kernel_groups, summed
 from ssdprof.report.table import Cells, Table, strings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Readable on white and on black, and as distinct without colour vision as nine colours can be.
+# From Paul Tol's schemes "bright", "light" and "muted" (SRON/EPS/TN/09-002), in each of which the
+# colours remain distinct without full colour vision.
 COLORS = (
     "#4477aa",
     "#ee6677",
@@ -63,6 +64,8 @@ _Points = dict[str, list[tuple[float, float, str]]]
 def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend_columns: int = 2) -> str:
     """A figure as SVG, without a window, a date or a random identifier.
 
+    Sets MPLBACKEND, for this process and its children.
+
     paint: draws into the axes.  size: width and height in inches.
     legend_columns: the number of columns of the legend, which is below the axes.
     """
@@ -88,10 +91,10 @@ def draw(paint: Paint, size: tuple[float, float] = _NARROW, legend_columns: int 
 
 
 def speedups(groups: Sequence[Group]) -> Drawing | None:
-    """The speedups by device time, with their intervals.
+    """The speedups over the baseline by device time, with their intervals.
 
     Several groups have a row for each size, with a point for each series.  A single group has a row
-    for each series.  None if nothing was timed.
+    for each series.  None if no speedup is known.
     """
     rows: dict[str, dict[str, Estimate]] = {}
     for group in groups:
@@ -109,8 +112,9 @@ def speedups(groups: Sequence[Group]) -> Drawing | None:
 
 
 def roofline(report: Report, groups: Sequence[Group]) -> Drawing | None:
-    """The roofline of a run: a point for each series and length, in the colour of its
-    implementation, and the ceilings that the run measured.  None if nothing was timed.
+    """The roofline of a run: a point for each series of each group, in the colour of its
+    implementation, and the ceilings that the run measured.  None if these are not known, or if
+    nothing was timed.
     """
     points: _Points = {}
     for group in groups:
@@ -122,7 +126,10 @@ def roofline(report: Report, groups: Sequence[Group]) -> Drawing | None:
                     flops += case.flops or 0
                     us += case.device_us.value
             if moved and flops:
-                point = flops / moved, flops / us / 1e6, short_precision(series.precision)
+                name = short_precision(series.precision)
+                if len(groups) > 1:
+                    name = f"{name}, {group.size}"
+                point = flops / moved, flops / us / 1e6, name
                 points.setdefault(series.implementation, []).append(point)
     if report.ceilings is None:
         return None
@@ -133,10 +140,11 @@ def roofline(report: Report, groups: Sequence[Group]) -> Drawing | None:
 def stall_roofline(report: StallReport) -> Drawing | None:
     """The roofline of a stall report, with a point for each kernel.
 
-    Operations are those on tensor cores and those in fp32; bytes are those of DRAM.  None if they
-    are not known for any kernel.
-    The roofs are those that ncu reports at the GPU's clock: the bandwidth of DRAM, and the rate of
-    the tensor cores for the operand type of the kernel with the most operations.
+    Operations are those on tensor cores and those in fp32; bytes are those of DRAM.  None if no
+    kernel has a duration, bytes and operations.
+    The roofs are those that ncu reports at the GPU's clock, if it does: the bandwidth of DRAM, and
+    the rate of the tensor cores for the operand type of the kernel with the most operations on
+    them.
     """
     points: _Points = {}
     busiest = None
@@ -162,14 +170,15 @@ def stall_roofline(report: StallReport) -> Drawing | None:
 def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Drawing | None:
     """Points under a roofline; None without points.
 
-    roof: the bandwidth in GB/s and the rate in TFLOP/s; None if they are not known.
+    roof: the bandwidth in GB/s and the rate in TFLOP/s; None if they are not known, in which case
+        the points alone are drawn.
     per: the end of the label "floating-point operations per ...".
     """
     cells: list[Cells] = []
     intensities: list[float] = []
     rates: list[float] = []
-    for label, labelled in points.items():
-        for intensity, rate, point_name in labelled:
+    for label, points_of_label in points.items():
+        for intensity, rate, point_name in points_of_label:
             name = f"{label}, {point_name}" if point_name else label
             cells.append((name, f"{intensity:,.4g}", f"{rate:,.4g}"))
             intensities.append(intensity)
@@ -193,8 +202,8 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Dr
             tflops = [min(ceiling, corner * bandwidth / 1e3) for corner in corners]
             label = f"{bandwidth:,.0f} GB/s, {ceiling:,.0f} TFLOP/s"
             axes.plot(corners, tflops, color=GREY, label=label)
-        for number, (label, labelled) in enumerate(points.items()):
-            xs, ys, _ = zip(*labelled, strict=True)
+        for number, (label, points_of_label) in enumerate(points.items()):
+            xs, ys, _ = zip(*points_of_label, strict=True)
             marker = _MARKERS[number % len(_MARKERS)]
             axes.plot(xs, ys, marker, color=_color(number), fillstyle="none", label=label)
         axes.set_xlim(low, high)
@@ -212,10 +221,11 @@ def _roofline(points: _Points, roof: tuple[float, float] | None, per: str) -> Dr
 
 
 def along_positions(group: Group) -> Drawing | None:
-    """The RMS error of the output against fp64 along the positions, with the floor.
+    """The relative RMS error of the output against fp64 along the positions, with the floor.
 
-    The error of a slice of the positions is that of the layer in which it is largest.
-    None if no case recorded it, and for decode steps, which have a single position.
+    The error of a slice of the positions is that of the call in which it is largest.
+    None if no case of a compared implementation recorded it, and for decode steps, which have a
+    single position.
     """
     lines: dict[str, list[float]] = {}
     for series in group.others():
@@ -224,14 +234,14 @@ def along_positions(group: Group) -> Drawing | None:
     if group.are_steps or not lines:
         return None
     floor = _worst(group.cases, "floor")
-    distinct = _distinct_lines(lines)
+    drawn = _distinct_lines(lines)
     slices = len(next(iter(lines.values())))
     middles = [(number + 0.5) * group.seqlen / slices for number in range(slices)]
 
     def paint(axes: Axes) -> None:
-        """The lines, then the floor."""
+        """The lines, then the floor.  Matplotlib leaves out errors that are infinite."""
         draw_line = partial(axes.plot, middles, drawstyle="steps-mid")
-        for number, (first, equal) in enumerate(distinct.items()):
+        for number, (first, equal) in enumerate(drawn.items()):
             label = f"{first}, and {len(equal)} equal" if equal else first
             draw_line(lines[first], color=_color(number), label=label)
         if floor:
@@ -243,7 +253,7 @@ def along_positions(group: Group) -> Drawing | None:
         axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter(lambda value, _position: f"{value:,.0f}")
 
-    picture = draw(paint, legend_columns=2 if len(distinct) == len(lines) else 1)
+    picture = draw(paint, legend_columns=2 if len(drawn) == len(lines) else 1)
     if floor:
         lines["floor"] = floor
     errors_of_slices = zip(*lines.values(), strict=True)
@@ -255,30 +265,33 @@ def along_positions(group: Group) -> Drawing | None:
 
 
 def _distinct_lines(lines: Mapping[str, Sequence[float]]) -> dict[str, list[str]]:
-    """Label of a line to draw -> the labels of the lines that coincide with it."""
-    distinct: dict[str, list[str]] = {}
+    """Label of a line to draw -> the labels of the other lines that coincide with it."""
+    drawn: dict[str, list[str]] = {}
     for label, line in lines.items():
-        equal = [first for first in distinct if _coincide(line, lines[first])]
+        equal = [first for first in drawn if _coincide(line, lines[first])]
         if equal:
-            distinct[equal[0]].append(label)
+            drawn[equal[0]].append(label)
         else:
-            distinct[label] = []
-    return distinct
+            drawn[label] = []
+    return drawn
 
 
 def _coincide(line: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether a reader sees a single line, because the two differ by less than its width."""
-    differences = (abs(left - right) for left, right in zip(line, other, strict=True))
-    return max(differences) <= _STROKE * max(other)
+    """Whether a reader sees a single line, because the two differ by less than its width where both
+    are finite, and are infinite in the same places.
+    """
+    highest = max(filter(math.isfinite, other), default=0.0)
+    is_close = partial(math.isclose, abs_tol=_STROKE * highest)
+    return all(map(is_close, line, other))
 
 
 def _worst(cases: Sequence[Case], which: Against) -> list[float]:
-    """The largest RMS error of a case in each slice of the positions; empty if no case recorded
-    them.
+    """The largest relative RMS error of a case in each slice of the positions, which may be
+    infinite; empty if no case recorded them.
     """
     errors = (deviation(case.tensor("out"), which) for case in cases)
     recorded = [error.along for error in errors if error and error.along]
-    return [max(rms or 0.0 for rms in slices) for slices in zip(*recorded, strict=True)]
+    return list(map(worst, zip(*recorded, strict=True)))
 
 
 def of_steps(cases: Sequence[Case], which: str) -> Drawing | None:
@@ -294,7 +307,7 @@ def of_steps(cases: Sequence[Case], which: str) -> Drawing | None:
 
     def paint(axes: Axes) -> None:
         """The lines.  Matplotlib leaves out errors that are 0 or infinite."""
-        axes.loglog()
+        axes.loglog(nonpositive="mask")
         for number, (name, line) in enumerate(lines.items()):
             marker = _MARKERS[number % len(_MARKERS)]
             axes.plot(marks, line, f"{marker}-", color=_color(number), fillstyle="none", label=name)
@@ -319,36 +332,37 @@ def of_stalls(report: StallReport) -> dict[str, tuple[str, Drawing]]:
     for group in sampled:
         title = f"{group.name}: stages and stall reasons"
         bars = {_stage_name(group, stage): share for stage, share in group.stages.items()}
-        if picture := stacked(bars, reasons, _percent, _BUSY, longest):
+        if picture := stacked(bars, reasons, partial(fmt.share, decimals=1), _BUSY, longest):
             pictures[group.name.lstrip("_")] = (title, picture)
     if roof := stall_roofline(report):
         pictures["roofline"] = ("Roofline", roof)
     return pictures
 
 
-def _percent(share: float) -> str:
-    return fmt.share(share, 1)
-
-
 def _stage_name(group: KernelGroup, stage: str) -> str:
-    """A stage, with its part if it has one: "state passing", "state passing: stores"."""
+    """A stage, with its part in words if it has one: "state_passing", "chunk_scan: residual and
+    store".
+    """
     name, _, part = stage.partition(".")
     return f"{name}: {group.part(stage)}" if part else name
 
 
 def stacked(
-    bars: Mapping[str, Share],
+    bars: Mapping[str, Mapping[str, float]],
     parts: Sequence[str],
     words: Callable[[float], str],
     xlabel: str,
     longest: float = 0.0,
 ) -> Drawing | None:
-    """Bars from top to bottom, each of which is stacked of parts from left to right.
+    """Bars from top to bottom, each of which is stacked of parts from left to right; None without
+    bars.
 
     bars: name of a bar -> part -> length.
-    parts: all parts in their order.  If there are more than colours, the last ones share a colour.
+    parts: all parts in their order.  The first ones have a colour each; all others share the last
+        colour, as "other".
     words: writes a length as text.
-    longest: the length of the longest bar of all plots that shall have the same scale.
+    longest: the length of the longest bar of all plots that shall have the same scale; 0 if this
+        plot has a scale of its own.
     """
     if not bars:
         return None
@@ -379,8 +393,11 @@ def stacked(
     return draw(paint, size), strings("", ("", *parts), cells)
 
 
-def prefill_parts(bars: Mapping[str, Share]) -> Drawing | None:
-    """The times of prefills as bars of their parts.  bars: prefill -> part -> microseconds."""
+def prefill_parts(bars: Mapping[str, Mapping[str, float]]) -> Drawing | None:
+    """The times of prefills as bars of their parts; None without prefills.
+
+    bars: prefill -> part -> microseconds.
+    """
     ms = {name: {part: us / 1e3 for part, us in parts.items()} for name, parts in bars.items()}
     parts = list(dict.fromkeys(chain.from_iterable(bars.values())))
     return stacked(ms, parts, "{:,.1f}".format, "ms of a prefill")
@@ -391,7 +408,7 @@ def prefill_parts(bars: Mapping[str, Share]) -> Drawing | None:
 
 def divergences(cases: Sequence[Case]) -> Drawing | None:
     """A row for each case of answers, with the mean, the 99th percentile and the maximum of the KL
-    divergence.  Cases of single layers are left out.
+    divergence.  Cases of single layers are left out.  None without rows.
     """
     rows: dict[str, dict[str, Estimate]] = {}
     for case in cases:
@@ -410,7 +427,8 @@ def _points(
     words: Callable[[Estimate], str],
     reference: float | None = None,
 ) -> Drawing | None:
-    """Rows from top to bottom, with points and their intervals on a logarithmic axis.
+    """Rows from top to bottom, with points and their intervals on a logarithmic axis; None without
+    rows.
 
     rows: name of a row -> label in the legend -> value.
     words: writes a value as text.

@@ -22,13 +22,13 @@ from ssdprof.report.table import (
 )
 
 READING = (
-    "Percent of a design's busy warp time: samples of warps, without those that idle, a kernel "
-    "weighed by its duration.  The time is that share of the duration; stages overlap, so removing "
-    "a stage may save less.  Durations are ncu's: alone on the GPU, caches cold, not those of a "
-    "run."
+    "Share: percent of an implementation's busy warp time, that is, of the samples of warps that "
+    "do not idle, each kernel weighed by its duration.  Time: that share of the duration; stages "
+    "overlap, so removing a stage may save less.  Durations are ncu's: alone on the GPU, caches "
+    "cold, not those of a run."
 )
 STAGES_TITLE = "Stages and stall reasons"  # the title of the section with pictures
-# stall reason, as ncu names it -> what the warp does
+# reason, as ncu names it -> what the warp does; not all of them are stalls
 REASONS = {
     "selected": "issuing: not a stall",
     "not_selected": "ready, but another warp was chosen: not a stall",
@@ -50,8 +50,8 @@ REASONS = {
     "drain": "has ended, but its stores have not",
     "misc": "something else",
 }
-_HINT_PCT = 4.0  # a hint on a stage is shown from this percentage of the busy time on
-_KERNEL_PCT = 30.0  # a hint on a whole kernel is shown from this percentage on
+_HINT_PCT = 4.0  # a hint on a stage is shown from this percentage of the group's busy time on
+_KERNEL_PCT = 30.0  # a hint on a whole kernel is shown from this percentage of the group's time on
 _MOST_HINTS = 6  # on stages
 _MOST_LINES = 10  # in a table of the hottest lines
 _MOST_REASONS = 7  # that have a column; the others are summed in the column "other"
@@ -59,7 +59,7 @@ _MOST_REASONS = 7  # that have a column; the others are summed in the column "ot
 
 # --- the kernels of an implementation, weighted by their durations
 
-# stall reason -> percent of an implementation's busy time; the sum is the share of a stage
+# reason -> percent of an implementation's busy warp time; their sum is the share of a stage
 Share = Mapping[str, float]
 
 
@@ -75,14 +75,17 @@ def summed(shares: Iterable[Share]) -> Share:
 class KernelGroup:
     """The kernels of one implementation, weighted by their durations.
 
+    Only kernels with samples in stages that are not idle count in the fields from `stages` to
+    `hints`.
+
     stages: "stage" or "stage.part" -> its share, in the order of the algorithm.
     whole: stage -> its share, with the parts added up.
-    all: the sum of all stages, which is 100 %.
+    all: the sum of all stages, which is 100 %; empty if no kernel counts.
     idle: idle stage -> percentage of all samples.  Idle stages are in none of the shares above.
     lines: (percentage of the busy time, line), the hottest first, without lines of idle stages.
     hints: (kernel, hint), with only the hints that matter for the whole implementation.
-    is_sampled: whether any kernel has samples.
-    duration_us: the summed duration of the kernels; None if ncu did not measure one of them.
+    is_sampled: whether any kernel counts.
+    duration_us: the summed duration of all kernels; None if ncu did not measure one of them.
     """
 
     def __init__(
@@ -110,8 +113,8 @@ class KernelGroup:
                 for line in kernel.lines
                 if line.stage not in kernel.idle
             ]
-        names = dict.fromkeys(name.split(".")[0] for name in self.stages)
-        self.whole = {name: summed(self.parts(name).values()) for name in names}
+        whole_stages = dict.fromkeys(stage.split(".")[0] for stage in self.stages)
+        self.whole = {stage: summed(self.parts(stage).values()) for stage in whole_stages}
         self.all = summed(self.stages.values())
         self.lines = sorted(lines, key=lambda row: -row[0])
         self.hints = tuple(_hints(weights))
@@ -120,11 +123,13 @@ class KernelGroup:
         self.duration_us = sum(known) if len(known) == len(kernels) else None
 
     def part(self, stage: str) -> str:
-        """The part of "stage.part" in words."""
+        """The part of "stage.part" in words; of a stage without parts, the stage itself."""
         return self.words.get(stage, stage.split(".", 1)[-1].replace("_", " "))
 
     def parts(self, stage: str) -> dict[str, Share]:
-        """The parts of a stage as "stage.part", with their shares."""
+        """The shares of the parts of a stage, by "stage.part".  Samples of the stage that belong to
+        no part are those of "stage".
+        """
         return {part: share for part, share in self.stages.items() if part.split(".")[0] == stage}
 
     def pct(self, stage: str) -> float | None:
@@ -133,12 +138,14 @@ class KernelGroup:
         return None if share is None else sum(share.values())
 
     def us(self, pct: float | None) -> float | None:
-        """A percentage of the duration, in microseconds; None if one of them is not known."""
+        """A percentage of the group's duration, in microseconds; None if one of the two is not
+        known.
+        """
         return None if pct is None or self.duration_us is None else self.duration_us * pct / 100
 
 
 def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
-    """A group for each implementation, and one for each kernel that belongs to no
+    """A group for each implementation, and one for each name of kernels that belong to no
     implementation.
     """
     by_name = grouped(report.kernels, lambda kernel: kernel.implementation or kernel.kernel)
@@ -146,8 +153,8 @@ def kernel_groups(report: StallReport) -> tuple[KernelGroup, ...]:
 
 
 def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str, str]]:
-    """(kernel, hint): hints on stages, the one about the longest time first, then hints on whole
-    kernels.
+    """(kernel, hint): at most `_MOST_HINTS` hints on stages, the one about the longest time first,
+    then hints on whole kernels.  Hints about too little of the group's time are left out.
 
     weights: each kernel with its share of the group's time, from 0 to 1.
     """
@@ -165,7 +172,8 @@ def _hints(weights: Sequence[tuple[KernelStalls, float]]) -> Iterator[tuple[str,
 
 
 def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]]:
-    """The sampled kernels, each with its share of the group's time, from 0 to 1.
+    """The kernels with samples in stages that are not idle, each with its share of their time, from
+    0 to 1.
 
     Shares are of the durations, or of the samples if a duration is not known.
     """
@@ -177,7 +185,9 @@ def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]
 
 
 def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table]:
-    """A table of the stages of each implementation that was profiled in both reports."""
+    """A table of the stages of each implementation that was profiled in both reports; a table
+    without rows if it has no samples or no duration in one of them.
+    """
     if base is None or new is None:
         return
     before = {group.name: group for group in kernel_groups(base)}
@@ -212,14 +222,16 @@ def compose(report: StallReport) -> Document:
         title=", ".join(filter(None, title)),
         version=report.ssdprof_version,
         origin=tuple((label, value) for label, value in origin.items() if value),
-        verdict=tuple(VerdictLine(line) for line in lines),
+        verdict=tuple(VerdictLine(line, not report.missing) for line in lines),
         caveats=tuple(_caveats(report)),
         sections=tuple(_sections(report, profiled)),
     )
 
 
 def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[Section]:
-    """The sections: the kernels, their stages, the hints, then the details that a page folds."""
+    """The sections: the kernels, their stages, the hints, the hottest lines and what ran, then the
+    details, which are folded.
+    """
     if report.missing:
         yield section("Kernel resources", _resources(report))
     yield section("Kernels", _kernels(report))
@@ -232,17 +244,15 @@ def _sections(report: StallReport, profiled: Sequence[KernelGroup]) -> Iterator[
     yield section("Hottest lines", *map(_hottest_lines, profiled))
     reasons = distinct(most_first(group.all) for group in profiled)
     meanings = {reason: REASONS.get(reason, REASONS["misc"]) for reason in reasons}
-    headers = ("reason", "what the warp does")
-    words = facts("Stall reasons", headers, meanings.items())
-    ran = facts("What ran", ("", "ssdprof stalls"), _facts(report))
-    yield section("What ran", ran)
-    yield section("What the reasons mean", words, folded=True)
+    yield section("What ran", facts("What ran", ("", "ssdprof stalls"), _facts(report)))
+    explained = facts("Stall reasons", ("reason", "what the warp does"), meanings.items())
+    yield section("What the reasons mean", explained, folded=True)
     yield section("Self-checks", _self_checks(report), folded=True)
 
 
 def _caveats(report: StallReport) -> Iterator[str]:
-    """The caveats: failed self-checks, implementations that were left out or ran with another
-    precision, and source files whose stages are not known.
+    """The caveats: failed self-checks, libraries that were left out, implementations that ran with
+    another precision, and source files whose stages are not known.
     """
     all_checks = [("", report.checks)]
     all_checks += [(f" of {kernel.kernel}", kernel.checks) for kernel in report.kernels]
@@ -291,7 +301,7 @@ def _resources(report: StallReport) -> Table:
 
 
 def _kernels(report: StallReport) -> Table:
-    """A row for each kernel that ncu profiled."""
+    """A row for each launch of a kernel that ncu profiled."""
     note = (
         "Compute, memory: percent of the speed of light.  Issue slots: cycles in which a scheduler "
         "issued.  Registers: at launch, per thread; spills: loads and stores of spilled registers, "
@@ -329,7 +339,7 @@ def _kernel(kernel: KernelStalls) -> TableRow:
 
 
 def _grid(kernel: KernelStalls) -> str:
-    """The grid, without trailing dimensions of size 1: "132x4"."""
+    """The grid, without trailing dimensions of size 1: "132x4"; a dash if it is not known."""
     sizes = list(kernel.grid or ())
     while len(sizes) > 1 and sizes[-1] == 1:
         sizes.pop()
@@ -337,7 +347,8 @@ def _grid(kernel: KernelStalls) -> str:
 
 
 def by_stage(group: KernelGroup) -> Table:
-    """A row for each stage of a group, with a column for each of its most frequent stall reasons.
+    """A row for each stage of a group and one for all of them, with a column for each of the most
+    frequent stall reasons and one for the others.
 
     The parts of a stage follow it, each in a row whose name begins with a dash.
     """
@@ -367,8 +378,8 @@ def by_stage(group: KernelGroup) -> Table:
 
 
 def side_by_side(profiled: Mapping[str, KernelGroup]) -> Table:
-    """The time of each stage in each group; without rows if there are fewer than two groups to
-    compare.
+    """The time and share of each stage in each group that has samples and a duration; without rows
+    if these are fewer than two.
 
     profiled: name of a group in the headings -> the group.
     """
@@ -379,7 +390,7 @@ def side_by_side(profiled: Mapping[str, KernelGroup]) -> Table:
     }
     if len(sampled) < 2:
         return table("", (), ())
-    last: dict[str, int] = {}  # stage -> its last position in any group
+    last: dict[str, int] = {}  # stage -> its largest position in any group
     for group in sampled.values():
         for position, stage in enumerate((*group.whole, "all")):
             last[stage] = max(position, last.get(stage, 0))
@@ -409,8 +420,8 @@ def _averages(report: StallReport) -> Table:
             (reason, *(fmt.share(pct, 1) for pct in pcts), REASONS.get(reason, REASONS["misc"]))
         )
     note = (
-        "Percent of all warps' time, idle ones among them; which line or stage, the report does "
-        "not say."
+        "Percent of the time of all warps, idle ones among them.  The report does not say in which "
+        "line or stage."
     )
     headers = ("reason", *(kernel.kernel for kernel in kernels), "what the warp does")
     last = len(headers) - 1
@@ -419,24 +430,24 @@ def _averages(report: StallReport) -> Table:
 
 
 def _hottest_lines(group: KernelGroup) -> Table:
-    """The lines with the most samples, and the reasons why their warps wait."""
+    """The lines with the most samples, and the most frequent reasons of these."""
     rows = [
         {
             "share": fmt.share(pct, 1),
             "line": f"{line.file}:{line.line}" if line.line else "no line",
             "stage": line.stage,
-            "waits for": _waits(line),
+            "reasons": _reasons(line),
             "source": line.text,
         }
         for pct, line in group.lines[:_MOST_LINES]
     ]
-    words = ("line", "stage", "waits for", "source")
+    words = ("line", "stage", "reasons", "source")
     return table(f"{group.name}: the hottest lines", rows, words, keys=2, wraps="source")
 
 
-def _waits(line: Line) -> str:
-    """The two most frequent stall reasons of a line: "barrier 62%, wait 9%"."""
-    reasons = list(line.samples.items())[:2]
+def _reasons(line: Line) -> str:
+    """The two most frequent reasons of a line: "barrier 62%, selected 9%"."""
+    reasons = list(line.samples.items())[:2]  # the most frequent ones are first
     return ", ".join(f"{reason} {100 * count / line.total:.0f}%" for reason, count in reasons)
 
 
@@ -488,7 +499,7 @@ def _checks(what: str, checks: SelfChecks, passed: str = "") -> list[TableRow]:
     """The rows of self-checks, in which checks with the same result share a row.
 
     what: the subject of the checks, a kernel or the report.
-    passed: replaces the details of the checks that passed, unless it is empty.
+    passed: stands in place of the details of the checks that hold; empty for these details.
     """
     rows = []
     for status, names in grouped(checks, lambda name: checks[name][0]).items():
@@ -507,14 +518,15 @@ def _checks(what: str, checks: SelfChecks, passed: str = "") -> list[TableRow]:
 
 
 def _sampled(kernel: KernelStalls) -> str:
-    """The number of a kernel's samples, and the share of those without a stage; empty without
-    samples.
+    """The number of a kernel's samples, and the share of those on lines without a stage; empty
+    without samples or lines.
     """
     total = sum(kernel.samples.values())
     if not (kernel.lines and total):
         return ""
-    unlabelled = fmt.share(100 * kernel.from_neighbours / total, 1)
+    from_neighbours = fmt.share(100 * kernel.from_neighbours / total, 1)
     where = (
-        "lines without a stage (libraries, helpers, the kernel's head), attributed by neighbourhood"
+        "lines without a stage (libraries, helpers, the kernel's head), given to the stage of a "
+        "neighbouring line"
     )
-    return f"{total:,} samples, {unlabelled} of them on {where}"
+    return f"{total:,} samples, {from_neighbours} of them on {where}"

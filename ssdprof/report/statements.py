@@ -3,7 +3,7 @@ recommendation "In short", and the caveats.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 
 from ssdprof.core import words as fmt
@@ -12,16 +12,18 @@ from ssdprof.core.base import (
     ENDED,
     LONGEST_SEQLEN,
     PRECISIONS,
+    STOPPED,
     WHILE_RECORDED,
     PrecisionName,
     Probe,
     distinct,
     grouped,
     intermediates_of,
+    states_of,
 )
 from ssdprof.core.case import Answers, Case, Generated
 from ssdprof.core.conditions import METRICS, STATE_BREAKS
-from ssdprof.core.outcome import GATED, Outcome, Verdict, exact_answer_is_finite
+from ssdprof.core.outcome import GATED, Outcome, Verdict, exact_answer_is_finite, verdicts
 from ssdprof.core.pairs import unfinished
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
@@ -48,8 +50,8 @@ CONSEQUENCES = {
     "turning keys": "history that matters is dropped",
     "finer inputs": "fp32 or fp16 inputs are computed wrongly",
 }
-_MOST_BROKEN = 6  # cases named for each gate
-# A precision is not advised if its error is this many times that of exact intermediates.
+_MOST_NAMED = 6  # items of a list that a sentence names, such as the cases that break a gate
+# A precision is not advised if its error is at least this many times that of exact intermediates.
 _MUCH_WORSE = 10
 # Answers that diverge by up to this many times the model's noise cannot be told from noise.
 _NOISE = 2
@@ -64,8 +66,10 @@ _SAME_AS = "the same as "
 
 
 def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
-    """The verdict of a report: why it did not pass, what passed, and where the implementations may
-    be used.
+    """The verdict of a report: why it did not pass, what passed, and the first state between calls
+    that does not fit.
+
+    For a run that passed, it also says where the implementations may be used.
     """
     outcome = Outcome(report)
     lines = [VerdictLine(line, False) for line in errors(report)]
@@ -75,7 +79,7 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
     if outcome.passed and report.kind == "run":
         for_use = []
         for group in groups(report):
-            for_use += [(group, name) for name in group.compared if name != "served"]
+            for_use += [(group, name) for name in group.compared]
         lines += advice(for_use)
     return tuple(lines)
 
@@ -99,7 +103,7 @@ def errors(report: Report) -> tuple[str, ...]:
 
 
 def incomplete(report: Report) -> str:
-    """Why a report is incomplete; empty if it is complete."""
+    """Why a report is incomplete, as it is without cases; empty if it is complete."""
     return unfinished(report) if report.cases else NOTHING
 
 
@@ -132,7 +136,7 @@ def shortcomings(outcome: Outcome) -> list[str]:
     answers = {case.name for case in outcome.answers}
     of_calls = (verdict for verdict in outcome.broken if verdict.case not in answers)
     for gate, broken in by_gate(of_calls).items():
-        cases = shortened([verdict.what for verdict in broken], _MOST_BROKEN)
+        cases = shortened([verdict.what for verdict in broken], _MOST_NAMED)
         lines.append(f"GATE FAILED: {gate}: {cases}.")
     return lines
 
@@ -145,13 +149,13 @@ def _nonfinite_reason(first: Case) -> str:
 
 
 def _consequence(law: Probe) -> str:
-    """What a broken law means for a user."""
+    """What a broken law means for a user: "it overwrites its inputs"."""
     name = law.name.removeprefix(BETWEEN_CALLS)
     if law.detail.startswith(ENDED):
         return f"a call ends its process, or does not return ({name})"
     if law.name.startswith(BETWEEN_CALLS):
         return f"states between calls are wrong ({name})"
-    return CONSEQUENCES[name]
+    return CONSEQUENCES.get(name, f"it breaks the law '{name}'")  # of another version of ssdprof
 
 
 def by_gate(broken: Iterable[Verdict]) -> dict[str, list[Verdict]]:
@@ -175,38 +179,46 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
     elif outcome.refused or outcome.missing:
         who = "The other case" if is_single else f"The other {outcome.compared} cases"
     result = f"{'is' if is_single else 'are'} within the error budget against the fp64 oracle"
+    if outcome.tolerated:
+        result += f", except for {case_words(outcome.tolerated)}, which is close to the oracle"
     if report.kind == "prefill":
         result = "ran"
     if report.of_states:
         result = "ran; a format that loses heads fails no case"
-    if any(case.variant == "interpreter" for case in report.of_calls):
+    is_interpreted = any(case.variant == "interpreter" for case in report.of_calls)
+    if is_interpreted:
         result += "; Triton's interpreter ran the portable kernel, and no GPU's kernel was run"
-    if report.laws == "quick":
-        tested = distinct(
-            [law.name for law in case.probes if law.holds in ("yes", "no")] for case in report.cases
-        )
-        if tested:
-            result += f"; laws tested (--laws quick): {fmt.words(tested)}"
-        else:
-            result += "; no law was tested"
+    tested = distinct(
+        [law.name for law in case.probes if law.holds in ("yes", "no")] for case in report.cases
+    )
+    if report.laws == "quick" and tested:
+        result += f"; laws tested (--laws quick): {fmt.words(tested)}"
+    if report.laws == "quick" and not tested:
+        result += "; no law was tested"
+    elif is_interpreted and report.kind == "run" and report.laws != "all":
+        result += "; laws of bundled kernels were not tested (--laws all tests them)"
     if outcome.others and report.kind in ("bench", "prefill"):
         result += f"; {outcome.others} more of other libraries do not count"
     yield VerdictLine(f"{_capital(who)} {result}.")
 
 
 def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
-    """The verdict on answers that ran: whether limits were given for them, and hold."""
+    """The verdict on answers that ran and break no limit: whether limits were given for them, and
+    could be judged.
+    """
     gates = [
         gate.text for gate in report.conditions if METRICS[gate.metric].applies(outcome.answers[0])
     ]
-    is_unknown = any(verdict.condition in gates for verdict in outcome.broken)
+    is_unjudged = any(
+        verdict.holds is None for verdict in verdicts(report) if verdict.condition in gates
+    )
     limits = "no limit was given"
-    if is_unknown:
+    if is_unjudged:
         limits = "a limit could not be judged"
     elif gates:
         limits = "they are within the limits"
     compared = f"Answers of {answers_words(report.of_answers)} were compared"
-    return VerdictLine(f"{compared}: {limits}.", not is_unknown)
+    return VerdictLine(f"{compared}: {limits}.", not is_unjudged)
 
 
 # --- where an implementation may be used
@@ -215,14 +227,16 @@ def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
 def advice(compared: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
     """The precisions at which implementations may be used, in sentences.
 
-    Groups with the same advice share a sentence.
+    Groups with the same advice share a sentence.  What a server computed is not a choice, and is
+    left out.
 
     compared: groups, each with one of the implementations that were compared in it.
     """
     groups_of_line: dict[VerdictLine, list[Group]] = {}
     for group, implementation in compared:
-        line = _advice(group.series(implementation))
-        groups_of_line.setdefault(line, []).append(group)
+        if implementation != "served":
+            line = _advice(group.series(implementation))
+            groups_of_line.setdefault(line, []).append(group)
     for line, with_same_advice in groups_of_line.items():
         where = _capital(group_words(with_same_advice))
         yield line._replace(text=f"{where}, {line.text}")
@@ -259,7 +273,8 @@ def _advice(all_series: Sequence[Series]) -> VerdictLine:
 def _doubt(series: Series, all_series: Sequence[Series]) -> str:
     """Why a precision is not advised although it is within its budget; empty if it is advised.
 
-    The model's answers decide if they were compared, otherwise the error of the output does.
+    Exact intermediates are always advised.  On relaxed ones, the model's answers decide if they and
+    the model's noise were compared; otherwise the error of the output decides.
 
     all_series: the series of the same implementation.
     """
@@ -271,7 +286,7 @@ def _doubt(series: Series, all_series: Sequence[Series]) -> str:
     if not exact or series in exact:
         return ""
     divergence, noise = _divergence(series)
-    if divergence and noise:
+    if divergence is not None and noise:
         return _beyond_noise(divergence, noise)
     error = series.pooled("vs_oracle")
     exact_errors = filter(None, (other.pooled("vs_oracle") for other in exact))
@@ -309,34 +324,41 @@ def in_short(report: Report) -> tuple[VerdictLine, ...]:
 
 
 def _of_prefill(report: Report) -> VerdictLine | None:
-    """The speedup of the longest prefill; None if `fused` was not timed beside its baseline."""
+    """Whether `fused` is faster in the longest prefill, and by how much; None if it was not timed
+    there beside its baseline.
+    """
     timed = [case for case, _ in prefills(report) if case.implementation == GATED and case.call_us]
     case = max(timed, key=lambda case: case.seqlen, default=None)
     if case is None or report.speedup(case) is None:
         return None
     size = fmt.tokens(case.seqlen, case.batch)
     gain = _speedups(report, report.baseline, lambda over: report.speedup(case, over=over))
-    whole = f"{case.implementation} gives a whole prefill of {size} {gain}"
-    return VerdictLine(f"on this {gpu_name(report.environment)}, {whole}")
+    whole = f"{GATED} gives a whole prefill of {size} {gain}"
+    if report.faster(case) != "faster":
+        whole = f"{GATED} is not faster in a whole prefill of {size}: it has {gain}"
+    where = f"on this {gpu_name(report.environment)}"
+    return VerdictLine(f"{where}, {whole}", Outcome(report).passed)
 
 
 def _speedups(report: Report, baseline: str, speedup: Callable[[str], Estimate | None]) -> str:
     """The speedups over the baseline and over every library that was timed: "a speedup of 3.64x
     over unfused and 2.75x over fla".
 
-    A bundled baseline may be slower than what users have.  If no library was timed, the words say
-    that the baseline is bundled.
+    A bundled baseline may be slower than what users have.  Without a speedup over a library, the
+    words say that the baseline is bundled, and if so, that the whole report has no library's time.
 
+    baseline: an implementation that was timed.
     speedup: gives the speedup over an implementation, if there is one.
     """
     kinds = _timed_kinds(report)
-    libraries = (name for name, kind in kinds.items() if kind == "library")
+    libraries = [name for name, kind in kinds.items() if kind == "library"]
     words = []
     for name in dict.fromkeys((baseline, *libraries)):
         if ratio := speedup(name):
             words.append(f"{fmt.ratio(ratio.value)} over {name}")
-    is_alone = kinds[baseline] == "bundled" and len(words) == 1
-    remark = f", {OWN_BASELINE}" if is_alone else ""
+    remark = ""
+    if kinds[baseline] == "bundled" and len(words) == 1:
+        remark = ", our own baseline" if libraries else f", {OWN_BASELINE}"
     return f"a speedup of {fmt.words(words)}{remark}"
 
 
@@ -346,78 +368,84 @@ def _timed_kinds(report: Report) -> dict[str, str]:
 
 
 def _decision(report: Report, group: Group) -> VerdictLine:
-    """What is not usable and why, then what to use in a group of the report."""
+    """What is not usable and why, then what to use in a group of the report.
+
+    If the inputs are at fault, that they have to be explained first; if the run is incomplete and
+    has no other fault, that it decides nothing.
+    """
     outcome = Outcome(report)
     if report.doubts:
-        first = min(report.doubts).partition(":")[0].rstrip(".")
+        first = next(iter(report.doubts)).partition(":")[0].rstrip(".")
         return VerdictLine(f"explain the inputs first, which no model has: {first}", False)
     if faults_of_inputs := [case for case in outcome.failed if not exact_answer_is_finite(case)]:
         layers = layer_words(faults_of_inputs)
         return VerdictLine(f"explain {layers} first, where the exact answer is not finite", False)
-    faulty = dict.fromkeys(_faulty(report, outcome))
-    if not (faulty or outcome.broken or outcome.passed):
+    faults = _faults_in_run(report, outcome)
+    if not (faults or outcome.broken or outcome.passed):
         return VerdictLine(f"keep {group.baseline} for now: this run is incomplete", False)
     words = []
-    for (name, fault), equal_faults in grouped(faulty, lambda row: row[:2]).items():
-        precisions = [precision for *_, precision in equal_faults]
+    unusable: set[tuple[str, PrecisionName]] = set()
+    for (name, fault), precisions in faults.items():
+        unusable |= {(name, precision) for precision in precisions}
         all_precisions = {case.precision for case in report.cases if case.implementation == name}
         where = f" at {fmt.words(precisions)}" if set(precisions) < all_precisions else ""
         words.append(f"{name} {fault}{where}")
     for verdict in outcome.broken:
         if not verdict.case:
             words.append(f"{verdict.condition} could judge no case")
-    unusable = {(name, precision) for name, _, precision in faulty}
     advised, is_good = _recommendation(group, unusable)
     return VerdictLine("; ".join([*words, advised]), is_good and outcome.passed)
 
 
-def _faulty(report: Report, outcome: Outcome) -> Iterator[tuple[str, str, PrecisionName]]:
-    """(implementation, fault, precision) for each case that is not usable.  States that do not fit
-    are no fault of an implementation.
+def _faults_in_run(
+    report: Report, outcome: Outcome
+) -> Mapping[tuple[str, str], Iterable[PrecisionName]]:
+    """(implementation, fault) -> the precisions at which a case has this fault, each once.
 
-    The fault says that the case did not pass, or which limits it misses.
+    The fault says that the case did not pass, or which limits it misses.  States that do not fit
+    are no fault of an implementation.
     """
     of_kernels = [verdict for verdict in outcome.broken if STATE_BREAKS not in verdict.condition]
     broken = grouped(of_kernels, lambda verdict: verdict.case)
+    faults: dict[tuple[str, str], dict[PrecisionName, None]] = {}
     for case in report.cases:
         if case in outcome.faulty:
-            yield case.implementation, "did not pass", case.precision
+            fault = "did not pass"
         elif case.name in broken:
-            missed = fmt.words(verdict.condition for verdict in broken[case.name])
-            yield case.implementation, f"misses {missed}", case.precision
+            fault = f"misses {fmt.words(verdict.condition for verdict in broken[case.name])}"
+        else:
+            continue
+        faults.setdefault((case.implementation, fault), {})[case.precision] = None
+    return faults
 
 
-def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> VerdictLine:
-    """The precision to use: the most accurate one that is not clearly slower than the fastest one.
+def _recommendation(group: Group, unusable: Set[tuple[str, PrecisionName]]) -> VerdictLine:
+    """What to use: the most accurate precision that is faster than the baseline and not clearly
+    slower than the fastest one.
 
-    faulty: (implementation, precision) of those that are not usable.
+    Without times, the precisions that are accurate enough.
+
+    unusable: (implementation, precision) of those that have a fault.
     """
-    usable = [series for series in _usable(group) if series.key not in faulty]
+    usable = [series for series in _usable(group) if series.key not in unusable]
     where = f"{group.extent} {group.where}"
     if not usable:
-        if group.compared == ("served",) and not faulty:
+        if group.compared == ("served",) and not unusable:
             return VerdictLine(f"what the server computed is accurate enough for {where}")
-        if any(series.key in faulty for series in group.series(group.baseline)):
+        if all(series.key in unusable for series in group.series(group.baseline)):
             return VerdictLine("nothing that was compared is usable", False)
         return VerdictLine(f"keep {group.baseline}")
     timed = [series for series in usable if series.speedup() and len(series.timed) == group.calls]
-    gpu = group.report.environment.gpu
     if not timed:
-        names = dict.fromkeys(series.implementation for series in usable)
-        verb = "is" if len(names) == 1 else "are"
-        precisions = fmt.words(dict.fromkeys(series.precision for series in usable))
-        is_any_precision = not faulty and len(usable) == len(group.series(*names))
-        at_precisions = "" if is_any_precision else f" at {precisions}"
-        reason = "on this GPU nothing was timed" if gpu else "without a GPU there is no speed"
-        words = f"{fmt.words(names)} {verb} accurate enough{at_precisions} for {where}; {reason}"
-        return VerdictLine(words)
-    least_us = min(series.us("device") for series in timed)
-    # the series of an implementation are in the order of accuracy
-    best = next(series for series in timed if series.us("device") <= _CLEARLY_SLOWER * least_us)
-    if best.verdict != "faster":
-        return VerdictLine(
-            f"keep {group.baseline}: {best.implementation} is not faster {group.where}"
-        )
+        return VerdictLine(_accurate_words(group, usable))
+    faster = [series for series in timed if series.verdict == "faster"]
+    if not faster:
+        names = dict.fromkeys(series.implementation for series in timed)
+        not_faster = fmt.words(f"{name} is not faster" for name in names)
+        return VerdictLine(f"keep {group.baseline}: {not_faster} {group.where}")
+    least_us = min(series.us("device") for series in faster)
+    near = [series for series in faster if series.us("device") <= _CLEARLY_SLOWER * least_us]
+    best = min(near, key=lambda series: PRECISIONS.index(series.precision))
     baseline_us = best.baseline_us
     assert baseline_us is not None  # because `timed` has only series with a speedup
     saved = f"{fmt.duration(baseline_us - best.us('device'))} less of {fmt.duration(baseline_us)}"
@@ -425,6 +453,26 @@ def _recommendation(group: Group, faulty: Set[tuple[str, PrecisionName]]) -> Ver
     speedups = _speedups(group.report, group.baseline, lambda name: best.speedup(over=name))
     answers = _answers_words(best)
     return VerdictLine(f"{gain} for {where}, {speedups}; {answers}; use {best.precision}")
+
+
+def _accurate_words(group: Group, usable: Sequence[Series]) -> str:
+    """The precisions at which each implementation is accurate enough, and why no speed is said.
+
+    usable: at least one series, none of which can be compared with the baseline in every call.
+    """
+    by_name = grouped(usable, lambda series: series.implementation)
+    clauses = []
+    for name, all_series in by_name.items():
+        is_any = len(all_series) == len(group.series(name))
+        at_precisions = (
+            "" if is_any else f" at {fmt.words(series.precision for series in all_series)}"
+        )
+        clauses.append(f"{name} is accurate enough{at_precisions}")
+    reason = "without a GPU there is no speed"
+    if group.report.environment.gpu:
+        names = fmt.words([*by_name, group.baseline])
+        reason = f"on this GPU not every call of {names} was timed"
+    return f"{fmt.words(clauses)} for {group.extent} {group.where}; {reason}"
 
 
 def _usable(group: Group) -> list[Series]:
@@ -443,7 +491,7 @@ def _usable(group: Group) -> list[Series]:
 def _answers_words(series: Series) -> str:
     """How much the model's answers change with this series, in words."""
     divergence, noise = _divergence(series)
-    if not divergence:
+    if divergence is None:
         return "the model's answers were not compared"
     if not noise:
         return f"its answers diverge by {fmt.small(divergence)} nats"
@@ -453,7 +501,7 @@ def _answers_words(series: Series) -> str:
 def _beyond_noise(divergence: float, noise: float) -> str:
     """How far answers are beyond the model's noise, in words; empty if they are within it.
 
-    divergence, noise: mean KL divergences in nats.
+    divergence, noise: mean KL divergences in nats; the noise is above 0.
     """
     if divergence <= _NOISE * noise:
         return ""
@@ -461,36 +509,42 @@ def _beyond_noise(divergence: float, noise: float) -> str:
     return f"its answers diverge {times} as far as by the model's own noise"
 
 
-def _divergence(series: Series) -> tuple[float, float]:
+def _divergence(series: Series) -> tuple[float | None, float | None]:
     """The largest mean KL divergence, in nats, of the answers of this implementation and precision,
-    and that of the model's noise.  A value that is not known is 0.
+    and that of the model's noise.  Each is None if it was not measured.
     """
-    divergence = noise = 0.0
+    divergences = []
+    noises = []
     for case in series.group.report.of_answers:
         if case.band and isinstance(case.task, Answers) and case.task.change:
-            noise = max(noise, case.band.kl_mean)
+            noises.append(case.band.kl_mean)
         is_of_series = (case.implementation, case.precision) == series.key
         if case.band and case.is_gated and is_of_series:
-            divergence = max(divergence, case.band.kl_mean)
-    return divergence, noise
+            divergences.append(case.band.kl_mean)
+    return max(divergences, default=None), max(noises, default=None)
 
 
 # --- caveats
 
 
 def caveats(report: Report) -> Iterator[str]:
-    """The caveats that follow from the results, the gravest first, and the report's notes."""
+    """The caveats: first those that weaken the verdict, then those on speed, baselines, libraries,
+    laws, and on what was left out; last the report's notes.
+    """
     yield from weaknesses(report)
     timed = any(case.time_us for case in report.of_calls)
     untimed = [
-        case.name for case in report.of_calls if case.result == "passed" and not case.time_us
+        case.name
+        for case in report.of_calls
+        # what a server computed is never timed
+        if case.result == "passed" and not case.time_us and case.kind != "served"
     ]
     if report.of_calls and not timed:
         where = " in this run" if report.environment.gpu else ", because this machine has no GPU"
         yield f"No speed: nothing was timed{where}."
     elif untimed:
         cases = f"{fmt.plural(len(untimed), 'case')} passed and could not be timed"
-        yield f"No time: {cases}: {shortened(untimed, _MOST_BROKEN)}."
+        yield f"No time: {cases}: {shortened(untimed, _MOST_NAMED)}."
     if report.clocks and (reasons := report.clocks.throttle_reasons):
         valid = "Speedups are valid, because the implementations were timed in turns."
         yield (
@@ -503,9 +557,10 @@ def caveats(report: Report) -> Iterator[str]:
             "model's."
         )
     kinds = _timed_kinds(report)
-    over_ours = "unfused" in kinds and kinds.get(report.baseline, "bundled") == "bundled"
-    if report.kind == "bench" and over_ours and "library" not in kinds.values():
-        yield f"Speedups are over unfused, {OWN_BASELINE}."
+    baseline = report.baseline if report.baseline in kinds else "unfused"
+    is_over_ours = kinds.get(baseline) == "bundled"
+    if report.kind == "bench" and is_over_ours and "library" not in kinds.values():
+        yield f"Speedups are over {baseline}, {OWN_BASELINE}."
     yield from _of_baselines(report)
     yield from _of_libraries(report)
     yield from _untested_laws(report)
@@ -519,14 +574,20 @@ def caveats(report: Report) -> Iterator[str]:
 
 
 def _untested_laws(report: Report) -> Iterator[str]:
-    """A sentence for each user's kernel and each reason why laws of it were not tested."""
+    """A sentence for each user's kernel and each reason why laws of it were not tested in some
+    layers.
+    """
     of_own = [case for case in report.cases if case.kind == "own"]
     for name, cases in grouped(of_own, lambda case: case.implementation).items():
-        untested = [law for case in cases for law in case.probes if law.holds == "not tested"]
-        for reason, laws in grouped(untested, lambda law: law.detail).items():
-            names = list(dict.fromkeys(law.name for law in laws))
-            count = "law was" if len(names) == 1 else "laws were"
-            yield f"{len(names)} {count} not tested with {name} ({fmt.words(names)}): {reason}."
+        untested = []
+        for case in cases:
+            untested += [(law, case) for law in case.probes if law.holds == "not tested"]
+        for reason, of_reason in grouped(untested, lambda row: row[0].detail).items():
+            laws = list(dict.fromkeys(law.name for law, _ in of_reason))
+            count = "law was" if len(laws) == 1 else "laws were"
+            where = layer_words(case for _, case in of_reason)
+            which = f"with {name} in {where} ({fmt.words(laws)})"
+            yield f"{len(laws)} {count} not tested {which}: {reason}."
 
 
 def weaknesses(report: Report) -> list[str]:
@@ -536,7 +597,7 @@ def weaknesses(report: Report) -> list[str]:
     """
     caveats = [text for text in report.remarks if text.startswith(WHILE_RECORDED)]
     if state_breaks := _state_breaks(report):
-        others = shortened(state_breaks[1:], _MOST_BROKEN)
+        others = shortened(state_breaks[1:], _MOST_NAMED)
         caveats.append(
             "Cached prefixes, forks and calls that were not recorded may leave states that do not "
             "fit; otherwise a sequence got wrong states" + (f".  Also {others}." if others else ".")
@@ -559,11 +620,17 @@ def _state_breaks(report: Report) -> list[str]:
 def _server_or_recording(report: Report) -> Iterator[str]:
     """A caveat that says what is known of a server whose output is wrong, or whose inputs no model
     has: whether the server or its recording is at fault.
+
+    None if its output could not be compared.
     """
     if not report.is_recorded:
         return
     served = [case for case in report.cases if case.kind == "served"]
-    wrong = [case for case in served if case.failed and exact_answer_is_finite(case)]
+    wrong = [
+        case
+        for case in served
+        if case.result in ("inaccurate", "nonfinite") and exact_answer_is_finite(case)
+    ]
     if wrong:
         yield (
             f"In {layer_words(wrong)}, what the server computed differs from the fp64 oracle for "
@@ -571,12 +638,12 @@ def _server_or_recording(report: Report) -> Iterator[str]:
             "arguments.  'ssdprof run DIR --impl fla', or vllm, sglang, flashinfer, calls a "
             "library without the server: if it fails, too, its kernel is wrong."
         )
-    elif report.doubts and served:
+    elif report.doubts and served and all(case.result == "passed" for case in served):
         yield (
             "What the server computed from these inputs is right: the server passes them, and the "
             "recording reads them as its kernel does."
         )
-    elif report.doubts:
+    elif report.doubts and not served:
         yield (
             "The server passes these inputs, or the recording misreads them.  Its output, which "
             "would tell, was not recorded."
@@ -584,7 +651,7 @@ def _server_or_recording(report: Report) -> Iterator[str]:
 
 
 def _single_chunks(report: Report) -> Iterator[str]:
-    """A caveat on each group whose longest sequence is no longer than a chunk.
+    """A caveat on each group whose longest sequence is no longer than a chunk of each layer.
 
     "40 tokens are no more than one chunk of 64 or 128: no state is passed on, so the dtype of the
     states is not tested."
@@ -623,7 +690,7 @@ def _longest_from_zeros(group: Group, report: Report) -> int | None:
 
 
 def _of_baselines(report: Report) -> Iterator[str]:
-    """A caveat on each precision at which a baseline is outside its error budget.
+    """A caveat on each precision at which a baseline is outside its error budget or breaks a law.
 
     It names the baseline's worst case, and the errors of the implementations that are compared with
     this case.
@@ -639,21 +706,23 @@ def _of_baselines(report: Report) -> Iterator[str]:
         compared.sort(key=lambda case: case.precision == worst.precision)
         errors = {case.implementation: fmt.small(_rms(case)) for case in compared}
         other_errors = "".join(f", of {name} {error}" for name, error in errors.items())
-        timed = ", but timed" if worst.time_us else ""
-        where = f"{label} in {worst.case_key} (rms error {fmt.small(_rms(worst))}{other_errors})"
-        yield f"The baseline is outside its error budget{timed}: {where}."
+        timed = ", but was timed" if worst.time_us else ""
+        where = f"{label} {_fault_words(worst)} in {worst.case_key}"
+        rms = f"rms error of the output {fmt.small(_rms(worst))}{other_errors}"
+        yield f"The baseline has a fault{timed}: {where} ({rms})."
 
 
 def _rms(case: Case) -> float:
-    """The relative RMS error of a case's output; infinite if it is not known."""
+    """The relative RMS error of a case's output; infinite if the output was not compared, too."""
     if case.error is None or case.error.rms_ratio is None:
         return math.inf
     return case.error.rms_ratio
 
 
 def _of_libraries(report: Report) -> Iterator[str]:
-    """The caveats on libraries that were not compared, were not timed, or were timed although they
-    are inaccurate.
+    """The caveats on implementations that are unavailable, and on libraries that the user did not
+    name: those that were not timed because they did not pass, and those that passed although they
+    are outside the error budget.
     """
     yield from (f"Not compared: {reason}" for reason in report.absent)
     libraries = [
@@ -671,7 +740,7 @@ def _of_libraries(report: Report) -> Iterator[str]:
     outside = [case for case in libraries if case.result == "passed" and case.outside_budget]
     if outside:
         yield (
-            "Outside the error budget, but timed because it is another library's: "
+            "Outside the error budget, but passed because it is another library's: "
             f"{case_words(outside)}."
         )
 
@@ -701,11 +770,13 @@ def _equal_precisions(report: Report, timed: bool) -> Iterator[str]:
         line = (
             f"{name} computes {asked} as {computed}{where}: its outputs are the same{equal_times}."
         )
-        if any(not computed.endswith(precision.split(", ")[1]) for precision in precisions):
+        if any(
+            not computed.endswith(f" {states_of(precision)} states") for precision in precisions
+        ):
             line += (
                 "  Their rows may differ, because each is compared with the baseline at its own "
+                "state dtype."
             )
-            line += "state dtype."
         yield line
 
 
@@ -725,40 +796,55 @@ def _calls_words(report: Report, cases: Sequence[Case]) -> str:
     for equal in by_calls.values():
         where = f" {Group(report, equal).where}" if equal[0].layer else ""
         words.append(f"{layer_words(equal)}{where}")
-    return f" in {shortened(words, _MOST_BROKEN)}"
+    return f" in {shortened(words, _MOST_NAMED)}"
 
 
 # --- cases in words
 
 
 def case_words(cases: Iterable[Case]) -> str:
-    """Cases with their results: "fused (relaxed, bf16 states) inaccurate in layers 9, 18; ..."."""
+    """Cases with their faults: "fused (relaxed, bf16 states) inaccurate in layers 9, 18; ...".
+
+    Cases that passed, and cases that were refused, are named without a word for that.
+    """
 
     def words(case: Case) -> str:
-        result = "" if case.result == "refused" else f" {_result_words(case)}"
-        return f"{case.implementation} ({case.precision}){result}"
+        fault = "" if case.result in ("passed", "refused") else f" {_fault_words(case)}"
+        return f"{case.implementation} ({case.precision}){fault}"
 
     by_words = grouped(cases, words)
     return "; ".join(f"{words} in {layer_words(equal)}" for words, equal in by_words.items())
 
 
 def trouble_words(series: Series) -> str:
-    """The reason why a series did not pass: "not finite in layer 9"."""
-    not_passed = [case for case in series.cases if case.result != "passed" or case.outside_budget]
-    by_reason = grouped(not_passed, _trouble)
-    return fmt.words(f"{reason} in {layer_words(cases)}" for reason, cases in by_reason.items())
+    """Why a series is not within its error budget: "not finite in layer 9"."""
+    outside = [case for case in series.cases if case.result != "passed" or case.outside_budget]
+    by_fault = grouped(outside, _fault_words)
+    return fmt.words(f"{fault} in {layer_words(cases)}" for fault, cases in by_fault.items())
 
 
-def _trouble(case: Case) -> str:
-    """The reason why a case did not pass, in words."""
-    return "outside the error budget" if case.result == "passed" else _result_words(case)
+def _fault_words(case: Case) -> str:
+    """What is wrong with a case that did not pass, or is outside its budget: "not finite", "crashed
+    in the law edge inputs", "outside the error budget".
 
-
-def _result_words(case: Case) -> str:
-    """The result of a case that did not pass; also says if the exact answer is not finite."""
+    If it has no finite exact answer, that alone is said.  "Inaccurate" are errors of a case that
+    did not pass.
+    """
     if not exact_answer_is_finite(case):
         return "without a finite exact answer"
-    return "not finite" if case.result == "nonfinite" else case.result
+    if case.result == "nonfinite":
+        return "not finite"
+    if case.result not in ("passed", "inaccurate"):
+        return case.result
+    if case.later_fault:
+        return "found wrong after it was timed"
+    if any(tensor.reason for tensor in case.accuracy):
+        return "inaccurate" if case.result == "inaccurate" else "outside the error budget"
+    for law in case.broken_laws:
+        if law.detail.startswith(ENDED):
+            did = "did not return" if STOPPED in law.detail else "crashed"
+            return f"{did} in the law {law.name}"
+    return f"breaks a law ({fmt.words(law.name for law in case.broken_laws)})"
 
 
 def _capital(text: str) -> str:

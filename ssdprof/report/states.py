@@ -1,8 +1,8 @@
 """The tables of states of decoded tokens: how much accuracy each format of the states loses.
 
 A model is decoded token by token with its states rounded to a format after each step.  The tables
-show the memory that a format takes and the errors that it causes: in all layers, in the heads of
-similar memory, and step by step.
+show the bytes that a format takes and the errors that it causes: in all layers, in the heads that
+forget within similar times, and step by step.
 """
 
 import math
@@ -20,7 +20,7 @@ from ssdprof.report.table import Section, Table, TableRow, VerdictLine, section,
 
 POOL_SEQUENCES = 256  # sequences in the pools whose sizes are shown
 TITLE = "States of decoded tokens"  # of the section
-_FLAT = 0.1  # an error that grows as step^p stays the same if |p| is at most this
+_FLAT = 0.1  # an error that grows as step^p is said to stay the same if |p| is at most this
 _MAY_GROW = {"grows": "still grows", "unclear": "may still grow"}  # trend -> words of the advice
 _DETAILED = 2  # formats whose losses the advice describes; it only names further ones
 _READING = (
@@ -51,21 +51,23 @@ class HeadStates(NamedTuple):
         lost_after = (self.task.lost[head] for head in self.heads)
         return [step for step in lost_after if step is not None]
 
-    def worst(self, errors: StateErrors) -> list[float]:
-        """The largest error of the heads at each mark; infinite if an error is not known."""
+    def _worst_at_marks(self, errors: StateErrors) -> list[float]:
+        """The largest error of the heads at each mark; infinite if an error is None."""
         return [worst(of_mark[head] for head in self.heads) for of_mark in errors]
 
     @property
     def state_errors(self) -> list[float]:
-        return self.worst(self.task.state_errors)
+        """At each mark, the largest error of the state of a head."""
+        return self._worst_at_marks(self.task.state_errors)
 
     @property
     def out_errors(self) -> list[float]:
-        return self.worst(self.task.out_errors)
+        """At each mark, the largest error of the output of a head since the mark before."""
+        return self._worst_at_marks(self.task.out_errors)
 
 
 def by_format(cases: Iterable[Case]) -> dict[str, list[HeadStates]]:
-    """Format of the states -> all heads of each layer."""
+    """Format of the states -> all heads of each layer, without the cases that did not run."""
     layers = [
         HeadStates(case, case.task, range(len(case.task.memories)))
         for case in cases
@@ -75,13 +77,24 @@ def by_format(cases: Iterable[Case]) -> dict[str, list[HeadStates]]:
 
 
 def by_size(report: Report) -> dict[str, list[Case]]:
-    """Size, such as "4,096 tokens, decoded" -> its cases.  The longest size is first."""
-    cases = sorted(report.of_states, key=lambda case: -case.seqlen)
-    return grouped(cases, lambda case: f"{case.size}, {case.where.rpartition(', ')[2]}")
+    """Size and step, such as "4,096 tokens, decoded by 4" -> its cases.  The longest is first.
+
+    In a bench, whose shapes are no layers of one model, each shape and size stands for itself:
+    "mamba2-2.7b, bf16, decoded, 1 x 4,096".
+    """
+
+    def size(case: Case) -> str:
+        # the last part of `where` says by how many tokens the prompt was decoded
+        return f"{case.size}, {case.where.rpartition(', ')[2]}" if case.layer else case.case_key
+
+    return grouped(sorted(report.of_states, key=lambda case: -case.seqlen), size)
 
 
 def by_layer(report: Report) -> dict[str, list[Case]]:
-    """Layer and size, such as "layer 3, decoded, 4,096 tokens" -> its cases, one a format."""
+    """Layer and size, such as "layer 3, decoded, 4,096 tokens" -> its cases, one for each format.
+
+    In a bench, the generated inputs stand in place of the layer.
+    """
     return grouped(report.of_states, lambda case: case.case_key)
 
 
@@ -117,13 +130,14 @@ def sections(report: Report) -> Iterator[Section]:
 
 
 def _of_memories(cases: Sequence[Case]) -> Table:
-    """A row for each format and each kind of heads, by the time within which they forget.
+    """A row for each format and each kind of heads: those that forget within the same one of
+    `MEMORIES`.
 
     cases: of one layer, one for each format.
     """
     rows = []
     for name, (layer,) in by_format(cases).items():
-        memories = layer.task.memories
+        memories = layer.task.memories  # of each head, an index into `MEMORIES`, or their number
         for memory, heads in sorted(grouped(layer.heads, memories.__getitem__).items()):
             within = f"within {MEMORIES[memory]:,}" if memory < len(MEMORIES) else "hardly"
             names = {"states": name, "heads\nforget": within}
@@ -133,7 +147,11 @@ def _of_memories(cases: Sequence[Case]) -> Table:
 
 
 def _row(layers: Sequence[HeadStates]) -> TableRow:
-    """The number of heads that a format loses, and the errors of the worst head."""
+    """The cells of a format: the heads that it loses, the errors of the worst head, and how its
+    state error grows.
+
+    layers: some heads of each layer.
+    """
     lost = list(chain.from_iterable(layer.lost for layer in layers))
     heads = sum(len(layer.heads) for layer in layers)
     power = _power(layers)
@@ -160,12 +178,14 @@ def steps(cases: Sequence[Case], which: str) -> Table:
 
 
 def marks(cases: Sequence[Case]) -> Sequence[int]:
-    """The numbers of tokens after which errors were measured, which are equal in all cases."""
+    """The numbers of tokens after which errors were measured, which are equal in all cases of a
+    size.
+    """
     return next(case.task.marks for case in cases if isinstance(case.task, DecodedStates))
 
 
 def errors_by_step(cases: Sequence[Case], which: str) -> dict[str, list[float]]:
-    """Format -> the error of the worst head at each mark.
+    """Format -> the error of the worst head at each mark.  Formats that did not run are left out.
 
     cases: of one layer.  which: "state" or "output".
     """
@@ -190,11 +210,12 @@ def _last_error(layers: Iterable[HeadStates]) -> float:
 
 
 def _pool_bytes(layers: Iterable[HeadStates]) -> int | None:
-    """The bytes of the states of `POOL_SEQUENCES` sequences.
+    """The bytes of the states of `POOL_SEQUENCES` sequences in these layers.
 
     None if they are not known, as for a format of the user.
     """
     sizes = [layer.task.slot_bytes for layer in layers]
+    # `filter` removes no None here, but mypy cannot know that
     return None if None in sizes else POOL_SEQUENCES * sum(filter(None, sizes))
 
 
@@ -232,23 +253,34 @@ def _trend(power: Estimate | None) -> str:
 
 
 def advice(report: Report) -> VerdictLine | None:
-    """Which format to take at the largest size, and what the other formats lose.
+    """Which format to take at the largest size at which one ran, and what the other formats lose.
 
-    The advised format takes the least memory of those that lose no head.  None if nothing ran.
+    The advised format takes the fewest bytes of those that lose no head in any layer.  None if
+    nothing ran.
     """
     for cases in by_size(report).values():
         formats = by_format(cases)
         if formats:
-            return _advice(cases[0].prompt, formats)
+            case = cases[0]
+            return _advice(case.prompt if case.layer else case.case_key, formats)
     return None
 
 
 def _advice(size: str, formats: Mapping[str, Sequence[HeadStates]]) -> VerdictLine:
-    """The advice for one size.  formats: format -> all heads of each layer."""
+    """The advice for one size.
+
+    size: the tokens of the prompt, or a bench's inputs, in words.
+    formats: format -> all heads of each layer.
+    """
     errors = {name: _last_error(layers) for name, layers in formats.items()}
     pools = {name: _pool_bytes(layers) or math.inf for name, layers in formats.items()}
     lossy = [name for name, layers in formats.items() if any(layer.lost for layer in layers)]
-    lossless = [name for name in formats if name not in lossy]
+    layer_count = max(map(len, formats.values()))
+    lossless = [
+        name
+        for name, layers in formats.items()
+        if name not in lossy and len(layers) == layer_count  # it ran in every layer
+    ]
     words = [f"no format keeps every head for {size}"]
     if lossless:
         best = min(lossless, key=lambda name: (pools[name], errors[name]))
@@ -268,9 +300,10 @@ def _advice(size: str, formats: Mapping[str, Sequence[HeadStates]]) -> VerdictLi
 
 def _loss(name: str, layers: Sequence[HeadStates]) -> str:
     """The loss of a format in the layer that loses the most heads: "bf16 loses 3 of 32 heads of
-    layer 7 after 512 tokens".
+    layer 7, the first after 512 tokens".
     """
     most = max(layers, key=lambda layer: len(layer.lost))
-    where = most.case.where.rpartition(", ")[0]
+    where = most.case.where.rpartition(", ")[0]  # without the word "decoded"
     heads = f"{len(most.lost):,} of {fmt.plural(len(most.heads), 'head')} of {where}"
-    return f"{name} loses {heads} after {fmt.plural(min(most.lost), 'token')}"
+    first = "" if len(most.lost) == 1 else ", the first"
+    return f"{name} loses {heads}{first} after {fmt.plural(min(most.lost), 'token')}"

@@ -18,7 +18,7 @@ PRECISION = "intermediates,\nstates"  # the heading of the precision's column in
 Align = Literal["left", "right"]
 Cells = tuple[str, ...]
 TableRow = dict[str, str]  # heading -> cell
-# cells that renderers colour green and red
+# cells that renderers colour green and red; see also `tone`
 _GOOD = ("faster", "passed", "yes", "ok")
 _BAD = ("missing", "slower", "inaccurate", "nonfinite", "failed", "out of memory")
 
@@ -30,9 +30,10 @@ class Table:
     headers: one for each column; a header may contain line breaks.
     align: the alignment of each column.
     note: a sentence that is shown below the table.
-    keys: the number of leading columns that identify a row.  A table that is too wide is split into
-        parts, and each part repeats these columns.
-    wraps: the index of the column whose text may run over several lines; None if no text may.
+    keys: the number of leading columns that identify a row.  On a terminal, a table that is too
+        wide is split into parts, and each part repeats these columns.
+    wraps: the index of the column whose text may run over several lines on a terminal; None if no
+        text may.
     """
 
     title: str
@@ -48,13 +49,17 @@ class Table:
         return bool(self.rows)
 
     def only(self, columns: Iterable[int]) -> Table:
-        """The table with these columns alone."""
+        """The table with these columns alone, in this order.
+
+        columns: indices; those of key columns come first.
+        """
         chosen = tuple(columns)
         return replace(
             self,
             headers=tuple(self.headers[column] for column in chosen),
             rows=tuple(tuple(row[column] for column in chosen) for row in self.rows),
             align=tuple(self.align[column] for column in chosen),
+            keys=sum(column < self.keys for column in chosen),
             wraps=chosen.index(self.wraps) if self.wraps in chosen else None,
         )
 
@@ -85,8 +90,8 @@ def table(
 ) -> Table:
     """A table of rows that name their cells.
 
-    The row with the most cells decides which columns there are and in which order.  A row that
-    lacks one of them has a dash there.
+    The row with the most cells decides which columns there are and in which order; no other row may
+    have a further heading.  A row that lacks one of them has a dash there.
 
     words: headings of the columns of text, which are aligned to the left.  All other columns are
         numbers, which are aligned to the right.
@@ -121,8 +126,11 @@ def strings(
 
 
 def tone(cell: str) -> str:
-    """How a renderer colours a cell: "good", "bad", or "" for no colour."""
-    if cell.startswith("NO") or cell in _BAD:
+    """How a renderer colours a cell: "good", "bad", or "" for no colour.
+
+    "NO" and "NO: 2/3", of error budgets and self-checks, are bad.
+    """
+    if cell in _BAD or cell.split(":")[0] == "NO":
         return "bad"
     return "good" if cell in _GOOD else ""
 
@@ -131,7 +139,8 @@ def fold_precisions(rows: Iterable[TableRow]) -> list[TableRow]:
     """The rows, with those that differ only in their precision merged into one.
 
     The cell of a merged row lists its precisions: "exact, fp32/fp16; relaxed, bf16".  It says "all
-    6 precisions" if the merged rows are all rows that have the same cells before the precision.
+    6 precisions" if the merged rows have the precisions of all rows with the same cells before the
+    precision.
     """
     all_rows = list(rows)
     same_subject = grouped(all_rows, _cells_before_precision)
@@ -174,7 +183,7 @@ def facts(title: str, headers: tuple[str, str], rows: Iterable[tuple[str, str]])
 
 
 class VerdictLine(NamedTuple):
-    """A sentence of the verdict.  good: whether the sentence is good news, or at least no bad."""
+    """A sentence of the verdict.  good: whether the sentence is good news, or at least not bad."""
 
     text: str
     good: bool = True
@@ -189,7 +198,7 @@ Picture = tuple[str, str, Table]  # its title, the SVG, and the plotted numbers
 class Section:
     """A section of a document.
 
-    folded: whether the section is a detail, which an HTML page shows only on request.
+    folded: whether the section is a detail, which HTML and Markdown show only on request.
     pictures: shown before the blocks, on an HTML page only.
     level: the level of the section's heading on an HTML page.
     """
@@ -216,7 +225,7 @@ def section(title: str, *blocks: Content, reading: str = "", folded: bool = Fals
 class Document:
     """A report as every renderer shows it.
 
-    origin: (label, value) pairs, shown before all numbers.
+    origin: (label, value) pairs, shown before the caveats and the sections.
     sections: those without blocks are dropped on construction.
     """
 
@@ -232,12 +241,10 @@ class Document:
         object.__setattr__(self, "sections", filled)
 
 
-def shortened(cases: Sequence[str], most: int) -> str:
-    """The first `most` of a list of cases, and the number of the others: "a; b; and 3 cases
-    more".
-    """
-    shown = list(cases[:most])
-    left_out = len(cases) - len(shown)
+def shortened(items: Sequence[str], most: int) -> str:
+    """The first `most` items of a list, and the number of the others: "a; b; and 3 more"."""
+    shown = list(items[:most])
+    left_out = len(items) - len(shown)
     if left_out:
-        shown.append(f"and {fmt.plural(left_out, 'case')} more")
+        shown.append(f"and {left_out:,} more")
     return "; ".join(shown)

@@ -12,11 +12,10 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ssdprof.core.words import MISSING
-from ssdprof.report.table import Document, Section, Table, VerdictLine, tone
+from ssdprof.report.table import Document, Section, Table, VerdictLine, is_filled, tone
 
 _GAP = 2  # blanks between columns: one of padding, one of the box
-_LEAST_WRAPPED = 30  # the width to which a column of text may be wrapped
+_LEAST_WRAPPED = 30  # characters, to which the column that wraps may be narrowed
 _STYLES = {"good": "green", "bad": "red", "": ""}  # of cells, by their tone
 
 
@@ -56,7 +55,8 @@ def bullet(text: str) -> RenderableType:
 class SplitTable:
     """A table that rich can print.
 
-    On a console that is too narrow it has several parts, each of which repeats the key columns.
+    On a console that is too narrow it has several parts, each of which repeats the key columns.  In
+    a part that is still too wide, the text of every cell may run over several lines.
     """
 
     table: Table
@@ -91,8 +91,8 @@ def _section(section: Section) -> Iterator[RenderableType]:
 def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
     """A table of rich.
 
-    is_part: whether the table is a part of a wider one.  Rows that have no value in this part are
-        left out.
+    is_part: whether the table is a part of a wider one.  Rows that have no value in the part's
+        columns, apart from the key columns, are left out.
     squeezed: whether every column may wrap, because even this part is too wide.
     """
     rendered = RichTable(
@@ -104,16 +104,17 @@ def _drawn(table: Table, *, is_part: bool, squeezed: bool) -> RenderableType:
             Text(header), justify=align, no_wrap=no_wrap, overflow="fold", vertical="top"
         )
     for row in table.rows:
-        if not is_part or any(cell != MISSING for cell in row[table.keys :]):
+        if not is_part or any(map(is_filled, row[table.keys :])):
             rendered.add_row(*(Text(cell, style=_STYLES[tone(cell)]) for cell in row))
     return rendered
 
 
 def _split(table: Table, width: int) -> list[tuple[int, ...]]:
-    """The columns of each part of a table that fits into `width` characters.
+    """The columns of each part of a table, chosen so that each part fits into `width` characters.
 
     A table that fits is its only part.  Otherwise each part begins with the key columns, and empty
-    columns are left out.
+    columns are left out.  A column that does not fit beside the key columns is alone with them, in
+    a part that is too wide.
     """
     widths = _widths(table)
     keys = range(table.keys)
@@ -133,7 +134,9 @@ def _split(table: Table, width: int) -> list[tuple[int, ...]]:
 
 
 def _widths(table: Table) -> list[int]:
-    """The width of each column in characters, if only the column that wraps is narrowed."""
+    """The width of each column in characters, where the column that wraps is as narrow as it may
+    be.
+    """
     header_lines = [header.split("\n") for header in table.headers]
     columns = zip(header_lines, *table.rows, strict=True)
     widths = [max(map(cell_len, (*lines, *cells))) for lines, *cells in columns]
@@ -143,5 +146,5 @@ def _widths(table: Table) -> list[int]:
 
 
 def _total_width(widths: Iterable[int]) -> int:
-    """The width of columns with the gaps between them."""
+    """The width of at least one column, with the gaps between them."""
     return sum(width + _GAP for width in widths) - _GAP

@@ -110,8 +110,8 @@ def test_a_longer_step_rounds_less_often():
     words = "--batch 1,2 --max-tokens 24 --decode-states bf16 --decode-step 20 --out a"
     answer = passing("bench ssd", SMALL, words)
     assert "2 x 24 is left out: it has more than 24 tokens." in answer.err
-    assert "States, 1 x 24, decoded by 20 " in answer.shown
-    assert "keeps every head for 24 tokens" in answer.shown
+    assert "States, 2x4x4x1, bf16, decoded by 20, 1 x 24 " in answer.shown
+    assert "keeps every head for 2x4x4x1, bf16, decoded by 20, 1 x 24," in answer.shown
     ((case, task),) = states_of("a").values()
     assert case.where.endswith(", decoded by 20")
     assert task.marks == (20, 24)

@@ -129,10 +129,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
     "partial": (
         report(complete=False),
         [
-            (
-                "PARTIAL: this run did not reach its end.  The results here are valid; the rest is "
-                "missing."
-            ),
+            "PARTIAL: this run did not reach its end.  The results here are valid",
             f"So far all 32 cases are {WITHIN}",
         ],
     ),
@@ -157,10 +154,8 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
     "refused": (
         report(change=result("refused", precision=RELAXED_FP32)),
         [
-            (
-                "REFUSED: fused (relaxed, fp32 states) in layers 0, 9, 18, 27: headdim 80 is not "
-                "supported."
-            ),
+            "REFUSED: fused (relaxed, fp32 states) in layers 0, 9, 18, 27: headdim 80 is not "
+            "supported.",
             f"The other 28 cases are {WITHIN}",
         ],
     ),
@@ -172,7 +167,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         report(gpu=False, **SMALL),
         [
             f"PASSED: all 4 cases are {WITHIN[:-1]}; Triton's interpreter ran the portable kernel, "
-            "and no GPU's kernel was run.",
+            "and no GPU's kernel was run; laws of bundled kernels were not tested (--laws all ",
             "At 131,072",
         ],
     ),
@@ -183,10 +178,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
             conditions=cases.gates("speedup:2.2", "rms:9"),
         ),
         [
-            (
-                "GATE FAILED: speedup:2.2: layer 0, 131,072 tokens, fused, exact, fp32 states: "
-                "2x; layer 1"
-            ),
+            "GATE FAILED: speedup:2.2: layer 0, 131,072 tokens, fused, exact, fp32 states: 2x; ",
             "All 16",
         ],
     ),
@@ -198,19 +190,14 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
     "bench failed": (
         bench(*cell()[:2], failed(cell()[2])),
         [
-            (
-                "FAILED: 1 of 2 cases: fused (exact, fp32 states) inaccurate in mamba2-2.7b, bf16, "
-                "1 x 1,024."
-            )
+            "FAILED: 1 of 2 cases: fused (exact, fp32 states) inaccurate in mamba2-2.7b, bf16, "
+            "1 x 1,024."
         ],
     ),
     "bench below its gate": (
         bench(conditions=cases.gates("speedup:3")),
         [
-            (
-                "GATE FAILED: speedup:3: mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 "
-                "states: 2x."
-            ),
+            "GATE FAILED: speedup:3: mamba2-2.7b, bf16, 1 x 1,024, fused, exact, fp32 states: 2x.",
             "All 2",
         ],
     ),
@@ -259,7 +246,7 @@ def test_the_verdict_names_what_is_wrong_and_what_is_not(name):
 
 
 def test_many_offenders_of_a_gate_are_counted():
-    assert verdict(VERDICTS["gate"][0])[0].endswith("; and 2 cases more.")
+    assert verdict(VERDICTS["gate"][0])[0].endswith("; and 2 more.")
 
 
 # --- where an implementation may be used
@@ -364,6 +351,19 @@ def slower_fla(case: Case) -> Case:
             "keep unfused: fused is not faster at 131,072 tokens.",
         ),
         (
+            # 0.5 % and 2.5 % faster than unfused
+            report(
+                **TWO_OF_ONE,
+                change=changed(
+                    lambda one: one.changed(
+                        samples=timed(1005 if one.precision == RELAXED_FP16 else 1025, 2e3)
+                    )
+                ),
+            ),
+            f"{LESS.replace('515', '25.0')}{OVER_OURS.replace('2.00', '1.02')}; {NOT_ASKED}; "
+            "use relaxed, fp16 states.",
+        ),
+        (
             with_answers(),
             "fused is accurate enough at exact, fp32 states for layer 3 at 131,072 tokens; "
             "without a GPU there is no speed.",
@@ -388,8 +388,9 @@ def slower_fla(case: Case) -> Case:
         ),
         (
             beside("mine:f", "own", result("failed", "unfused")),
-            "unfused did not pass; fused and mine:f are accurate enough at exact, fp32 "
-            "states for layer 3 at 131,072 tokens; on this GPU nothing was timed.",
+            "unfused did not pass; fused is accurate enough and mine:f is accurate enough for "
+            "layer 3 at 131,072 tokens; on this GPU not every call of fused, mine:f and unfused "
+            "was timed.",
         ),
         (
             report(**ONE, conditions=(parse_gate("speedup:9"), parse_gate("rms:0.1"))),
@@ -410,7 +411,7 @@ def test_the_last_sentence_says_what_to_do(found: Report, words):
 @pytest.mark.parametrize(
     ("kl", "words"),
     [
-        (1.5e-6, "its answers stay within the model's own noise; use relaxed"),
+        (0.0, "its answers stay within the model's own noise; use relaxed"),
         (3e-5, "use exact, fp32"),
     ],
 )
@@ -489,19 +490,23 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
     "later chunks": (in_calls(report(seqlens=(256,)), 2), []),
     "packed": (packed(200, 256, 144), [f"A sequence of at most 256 tokens is {ONE_CHUNK}"]),
     "packed, longer": (packed(200, 257, 144), []),
+    "what a server computed": (
+        beside("served", "served", changed(lambda case: case.changed(samples=()), "served")),
+        [],
+    ),
     "baseline": (
         report(layers=(3,), precisions=(EXACT_FP32,), change=outside),
         [
-            "The baseline is outside its error budget, but timed: unfused, exact, fp32 states in "
-            "layer 3, 131,072 tokens (rms error 2.00e-3, of fused 2.06e-3)."
+            "The baseline has a fault, but was timed: unfused, exact, fp32 states inaccurate in "
+            "layer 3, 131,072 tokens (rms error of the output 2.00e-3, of fused 2.06e-3)."
         ],
     ),
     "libraries": (
         report(precisions=(EXACT_FP32,), change=library, requested=()),
         [
             "Without a time: fla (exact, fp32 states) in layer 9: no such size.",
-            "Outside the error budget, but timed because it is another library's: fla (exact, fp32 "
-            "states) passed in layers 0, 18, 27.",
+            "Outside the error budget, but passed because it is another library's: fla (exact, "
+            "fp32 states) in layers 0, 18, 27.",
         ],
     ),
     "equal precisions": (
@@ -552,10 +557,10 @@ def test_a_baseline_or_a_library_outside_its_budget_fails_nothing():
 
 def test_words_are_explained_where_they_appear():
     words = dict(meanings(report()))
-    assert list(words) == ["unfused", "fused", "exact", "relaxed"]
+    assert " ".join(words) == "unfused fused exact relaxed"
     assert words["unfused"].endswith("; the baseline")
     words = dict(meanings(steps(report())))
-    assert list(words) == ["unfused", "fused", "recurrent", "unfused_step", "exact", "relaxed"]
+    assert " ".join(words) == "unfused fused recurrent unfused_step exact relaxed"
     other = dict(meanings(report().changed(baseline="fla")))
     assert other["baseline"] == "fla, which the others are compared with"
     assert other["unfused"] == "ssdprof's own kernels with one launch per stage"
@@ -609,7 +614,7 @@ def test_the_sum_names_its_layers_and_its_baseline_and_leaves_out_what_failed():
     assert row(table, "unfused portable", "exact, fp32")["layers"] == "4 of 4"
     assert "times over different numbers of layers do not compare" in table.note
     cells = row(calls.speed_by_layer(group), "9", "fused hopper", "exact, fp32")
-    assert list(cells.values())[3:] == ["-", "inaccurate", "-", "-", "-", "-", "-", "-", "-"]
+    assert " ".join(list(cells.values())[3:]) == "- inaccurate - - - - - - -"
 
 
 # --- accuracy
@@ -651,9 +656,21 @@ def test_rows_are_folded_only_if_all_other_cells_are_equal():
     assert mixed[0] == ("a", "exact, fp32/fp16; relaxed, fp32", "x")
 
 
-@pytest.mark.parametrize(("kind", "passed"), [("own", False), ("library", True)])
-def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind, passed):
-    broken = Probe(name="causality", holds="no", detail="out at (0, 3) is 1 and 2")
+def test_a_key_column_that_is_empty_is_no_longer_one():
+    assert table("t", [{"a": "-", "b": "1"}], (), keys=2).without_empty_columns().keys == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "detail", "words"),
+    [
+        ("own", "out at (0, 3) is 1 and 2", "states) breaks a law (causality) in layer 9."),
+        ("own", "its call 2 ended its process by SIGBUS", "crashed in the law causality in layer"),
+        ("own", "its call 2 was stopped after 60 s", "did not return in the law causality in"),
+        ("library", "", "PASSED"),
+    ],
+)
+def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind, detail, words):
+    broken = Probe(name="causality", holds="no", detail=detail)
     kept = (Probe(name="linearity", holds="yes"), Probe(name="halving", holds="yes"))
     probes = (*kept, broken, Probe(name=REPEATS, holds="no", detail="out at (0, 4)"))
     found = report(
@@ -665,9 +682,9 @@ def test_laws_are_a_table_and_a_broken_one_fails_what_is_no_library(kind, passed
         ("fused", "all 2 precisions", "no", "causality", broken.detail),
         ("fused", "all 2 precisions", "no", REPEATS, "out at (0, 4)"),
     )
-    assert verdict(found)[0].startswith("PASSED") == passed
+    assert words in verdict(found)[0]
     assert {case.why for case in found.cases if case.result == "inaccurate"} == (
-        set() if passed else {f"law 'causality': {broken.detail}"}
+        set() if kind == "library" else {f"law 'causality': {detail}"}
     )
 
 

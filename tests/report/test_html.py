@@ -97,6 +97,8 @@ def test_a_page_has_what_was_measured_and_text_stays_text(pages: dict[str, str])
         ("1.81e-3", 1.81e-3),
         ("131,072", 131072.0),
         ("-0.5", -0.5),
+        ("1.2 M", 1.2e6),
+        ("+4.01e-3% [-0.02%, +0.03%]", 4.01e-3),
     ],
 )
 def test_a_cell_sorts_by_its_number_in_one_unit(text, key):
@@ -137,15 +139,20 @@ def test_pictures_need_what_they_show():
     assert plots.roofline(found.changed(processes=()), timed) is None
     assert plots.roofline(found, untimed) is None
 
-    def short(case: Case) -> Case:
-        return case.changed(
-            accuracy=tuple(
-                one.changed(vs_oracle=one.vs_oracle.changed(along=())) for one in case.accuracy
+    def along(*errors: float | None) -> plots.Drawing | None:
+        def change(case: Case) -> Case:
+            return case.changed(
+                accuracy=tuple(
+                    one.changed(vs_oracle=one.vs_oracle.changed(along=errors))
+                    for one in case.accuracy
+                )
             )
-        )
 
-    assert plots.along_positions(groups(report(change=short))[0]) is None
-    assert plots.along_positions(timed[0])
+        return plots.along_positions(groups(report(change=change))[0])
+
+    assert along() is None
+    _, numbers = along(None, 1e-3)
+    assert numbers.rows[0][1] == "inf"
 
 
 def test_chunks_and_decode_steps_are_no_lengths_of_a_prompt():

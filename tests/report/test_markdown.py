@@ -88,6 +88,7 @@ def test_names_cannot_break_the_page():
 
 
 def test_escape_and_numbers_with_their_units():
+    assert "](a%20b.svg)" in markdown.render(compose(report()), {"t": "a b.svg"})
     assert "500\u00a0µs" in render(report(layers=(0,), precisions=(EXACT_FP32,)))
     assert markdown.escape("a <b> & c\n d") == "a &lt;b&gt; &amp; c d"
     assert markdown.escape("_x_ a_b 2.1x [2.0, 2.2] [u](v) `c` | $1$") == (

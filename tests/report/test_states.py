@@ -58,12 +58,8 @@ def test_heads_are_lost_at_ten_times_the_first_rounding():
     shown = {name: row(table, name) for name in ("fp32", "bf16", "fp16", "int8")}
     # 2e-3 x step^0.5 exceeds 10 x 2e-3 from 128 on; errors below that of inputs in bf16, 2e-3,
     # lose nothing
-    assert [(cells["heads lost"], cells["from token"]) for cells in shown.values()] == [
-        ("0 of 2", "never"),
-        ("1 of 2", "128"),
-        ("1 of 2", "128"),
-        ("0 of 2", "never"),
-    ]
+    lost = [f"{cells['heads lost']} from {cells['from token']}" for cells in shown.values()]
+    assert lost == ["0 of 2 from never", *["1 of 2 from 128"] * 2, "0 of 2 from never"]
     assert shown["bf16"]["state error"] == "0.128"
     assert shown["fp16"]["state error"] == "inf"
     assert shown["int8"]["pool of 256"] == "256 MiB"
@@ -88,7 +84,7 @@ def test_heads_are_grouped_by_how_long_they_remember():
         (
             (decoded("fp32", steady(1e-7)), decoded("bf16", *[growing(2e-3)] * 3, steady(2e-3))),
             "keep states in fp32 or better, which keeps every head for 4,096 tokens, at an output "
-            "error of 1.00e-7; bf16 loses 3 of 4 heads of layer 7 after 128 tokens.",
+            "error of 1.00e-7; bf16 loses 3 of 4 heads of layer 7, the first after 128 tokens.",
         ),
         (
             (

@@ -131,7 +131,6 @@ def test_a_part_has_no_empty_rows_and_no_empty_columns():
         report(gpu=False, precisions=TWO),
         report(change=WRONG, complete=False, notes=NOTES, **HOT),
     ],
-    ids=["one length", "three lengths", "cpu", "failures"],
 )
 def test_it_fits_the_screen(found: Report, width):
     lines = printed(brief.render(found), width).splitlines()
@@ -186,7 +185,6 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said():
         (packed(200, 200, 200), "output, 600 tokens in 3 packed sequences, fused"),
         (steps(report(precisions=(EXACT_FP32,))), "decode steps after 131,072  recurrent"),
     ],
-    ids=["chunks", "packed", "steps"],
 )
 def test_what_a_server_sees_is_named(found: Report, words):
     """Times of a chunked prefill are sums over its chunks, not times of a prompt of a chunk's
