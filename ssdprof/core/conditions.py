@@ -85,6 +85,7 @@ class Metric:
     gate, change: examples of limits, for hints.
     choices: what may follow @; None if any name may.
     default: what is assumed to follow @ if nothing does.
+    is_whole: whether all values are whole numbers; then limits are, too, unless in percent.
     if_missing: why a case that passed has no value, in words.
     """
 
@@ -94,6 +95,7 @@ class Metric:
     change: str
     unit: str = ""
     more_is_better: bool = False
+    is_whole: bool = False
     choices: tuple[str, ...] | None = ()
     default: str = ""
     if_missing: str = "no such value"
@@ -217,6 +219,7 @@ METRICS: dict[str, Metric] = {
         gate="1e9",
         change="base+5%",
         unit=" bytes",
+        is_whole=True,
         if_missing="its memory was not measured",
     ),
     "launches": Metric(
@@ -224,6 +227,7 @@ METRICS: dict[str, Metric] = {
         applies=_is_call,
         gate="2",
         change="base+0",
+        is_whole=True,
         if_missing="its launches were not recorded",
     ),
     STATE_BREAKS: Metric(
@@ -231,6 +235,7 @@ METRICS: dict[str, Metric] = {
         applies=lambda case: case.layer is not None,
         gate="0",
         change="base+0",
+        is_whole=True,
     ),
     KEPT_STEPS: Metric(
         value=_kept_steps,
@@ -239,6 +244,7 @@ METRICS: dict[str, Metric] = {
         change="base-0",
         unit=" steps",
         more_is_better=True,
+        is_whole=True,
         choices=None,
     ),
     "kl": Metric(
@@ -337,7 +343,8 @@ def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.
         # changes of a metric in percent are in percentage points, and have no % themselves
         has_wrong_unit = percent and metric.is_percent
         fits = parts["sign"] == sign_of_worse and not has_wrong_unit
-    if math.isinf(limit) or not fits:
+    is_fraction = metric.is_whole and not percent and not limit.is_integer()
+    if math.isinf(limit) or is_fraction or not fits:
         raise BadInputError(f"The {what} {text!r} has a limit that does not fit {name}.", hint)
     return at, limit, parts
 
