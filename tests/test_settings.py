@@ -110,7 +110,16 @@ def test_the_command_line_comes_before_the_file():
     assert settings.gates(None, (), prefill=True) == gates("speedup:1.05")
 
 
-def test_a_gate_of_a_file_that_cannot_be_read_is_refused():
-    Path("ssdprof.toml").write_text('gates = ["sped:2"]')
-    with pytest.raises(BadInputError, match="The gate 'sped:2' is of an unknown metric"):
-        settings.gates(None, ())
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('gates = ["sped:2"]', "gates: The gate 'sped:2' is of an unknown metric"),
+        ('prefill.gates = ["sped:2"]', "prefill.gates: The gate 'sped:2'"),
+        ('compare.fail-if = ["time:3%"]', "compare.fail-if: The change 'time:3%' cannot be read"),
+        ('compare.smallest-difference = ""', "compare.smallest-difference: it is not a percentage"),
+    ],
+)
+def test_a_text_of_a_file_that_cannot_be_read_is_refused_with_its_key(text, complaint):
+    Path("ssdprof.toml").write_text(text)
+    with pytest.raises(BadInputError, match=rf"ssdprof\.toml: {complaint}"):
+        settings.load()

@@ -337,8 +337,9 @@ def compare(options: options.CompareOptions) -> None:
     stored = settings.load(options.config).compare
     texts = stored.fail_if if options.fail_if is None else options.fail_if
     allowed = tuple(map(parse_change, texts))
+    text = options.smallest_difference
     smallest = parse_percent(
-        "--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%"
+        "--smallest-difference", stored.smallest_difference if text is None else text
     )
     target = _target(options.output, force=options.force)
     format_name: str = options.format or "screen"
