@@ -94,7 +94,8 @@ def read_stored(
         raise BadInputError(f"{file} is not a document of ssdprof.", hint)
     if document[key] != version:
         raise BadInputError(
-            f"{file} has version {document[key]}; this ssdprof reads {version}.", hint
+            f"{file} has format version {document[key]}; this ssdprof reads version {version}.",
+            hint,
         )
     try:
         return validate(document)

@@ -61,10 +61,11 @@ def load(file: Path | None = None) -> ProjectSettings:
     """The settings of a project.
 
     file: None for the nearest file with settings, from the current folder upwards.  In a folder,
-        ssdprof.toml comes before pyproject.toml.  If there is no such file, all settings are empty.
+        ssdprof.toml comes before pyproject.toml.  Without such a file, all settings have their
+        defaults.
 
-    Raises BadInputError if the file is missing, is not TOML, has an unknown key or a wrong value, or,
-    named by `file`, has no settings; MissingCapabilityError if the user may not read it.
+    Raises BadInputError for a file that is missing, is not TOML, or has an unknown key or a wrong
+    value, and for `file` without settings; MissingCapabilityError if the user may not read it.
     """
     candidates = []
     if file is not None:

@@ -124,17 +124,19 @@ def show(report: Report, shown: RenderableType, *, as_json: bool, note: str = ""
         terminal.out().print(shown)
 
 
-def end(report: Report) -> None:
+def end(report: Report, *, on_screen: bool = True) -> None:
     """End with exit code 1 unless all requested cases were compared and passed, and all conditions
     hold.
 
-    The reasons are printed on stderr.  For a run these are only the broken conditions, because the
-    report on the screen names the failed cases.
+    The reasons are printed on stderr.  For a run or answers these are only the broken conditions,
+    because the report on the screen names the failed cases.
+
+    on_screen: whether the command shows the report on the screen; else all reasons are printed.
     """
     outcome = Outcome(report)
     if outcome.passed:
         return
-    if report.kind in ("bench", "prefill"):
+    if report.kind in ("bench", "prefill") or not on_screen:
         fail(statements.errors(report))
     fail(f"GATE FAILED: {verdict}" for verdict in outcome.broken)
 
