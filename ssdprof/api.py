@@ -11,6 +11,7 @@ The options are those of the commands: `ssdprof.run("demo", gate="speedup:1.2")`
 import html as text_html
 import io
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter, Signature
@@ -45,8 +46,6 @@ from ssdprof.operators.operator import Operator
 from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import LineWatcher, Watcher
 from ssdprof.report import brief, exports
-from ssdprof.report.document import compose
-from ssdprof.report.terminal import render
 from ssdprof.store import reports
 from ssdprof.store.header import draft
 
@@ -64,10 +63,11 @@ _FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 40em; border: 0"></ifr
 
 
 class Results:
-    """A report.  A notebook shows it as a page, and `print` shows it as one screen.
+    """A report.  A notebook shows it as a page, and `print` as its command does.
 
     report: the whole report, with every case.
-    folder: where it is stored; None for a comparison on given tensors.
+    folder: where it is stored: a folder, or a file that `--json` printed; None for a comparison on
+        given tensors.
     """
 
     def __init__(self, report: Report, folder: Path | None = None) -> None:
@@ -116,12 +116,10 @@ class Results:
         return target
 
     def __repr__(self) -> str:
-        """The report on one screen, as a command prints it, without colours."""
-        is_brief = self.report.kind == "run"
-        shown = brief.render(self.report) if is_brief else render(compose(self.report))
+        """The report as the command prints it that makes it, without colours."""
         console = Console(file=io.StringIO(), width=100, color_system=None)
         with console.capture() as text:
-            console.print(shown)
+            console.print(brief.shown(self.report))
         return "\n".join(line.rstrip() for line in text.get().splitlines())
 
     def _repr_html_(self) -> str:
@@ -291,9 +289,10 @@ def compare(
     dtypes, states, smallest_difference, laws: as the options of `ssdprof run`.
     watcher: receives the progress; by default it is shown on stderr.
 
-    Raises BadInputError for a name that is unknown, and for tensors on the CPU of a machine with a
-    GPU; MissingCapabilityError for an implementation that is unavailable, and for more tokens than
-    the interpreter takes.
+    Raises BadInputError for a name or an option that is unknown, for a function with the name of
+    another implementation, and for tensors on the CPU of a machine with a GPU;
+    MissingCapabilityError for an implementation that is unavailable, and for more tokens than the
+    interpreter takes.
     """
     operator = operators.get(inputs.operator)
     device = limits.device()
@@ -303,18 +302,26 @@ def compare(
         )
     dims = operator.oracle.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
+    no_model = ""
+    parsed = options.parsed(options.RunOptions, [no_model, "--dtypes", dtypes, "--laws", laws])
+    if states is not None:
+        states = reading.parse_states(states if isinstance(states, str) else ",".join(states))
     resolve = resolver(device)
     compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
-    if isinstance(states, str):
-        states = reading.parse_states(states)
     baseline_implementation = required(resolve(operator.name, baseline))
-    precisions = requested_precisions(dims.dtype, dtypes, states)
+    names = Counter(implementation.name for implementation in (baseline_implementation, *compared))
+    for kernel, implementation in zip(implementations, compared, strict=True):
+        if callable(kernel) and names[implementation.name] > 1:
+            raise BadInputError(
+                f"Two implementations are named {implementation.name}.",
+                "Give your function another __name__.",
+            )
+    precisions = requested_precisions(dims.dtype, parsed.intermediates, states)
     plans = planned(compared, baseline_implementation, precisions, dims.dtype)
-    run_options = options.RunOptions(
-        model="",
+    run_options = replace(
+        parsed,
         baseline=baseline_implementation.name,
         smallest_difference=parse_percent("smallest_difference", smallest_difference),
-        laws=laws,
     )
     writer = _unstored_writer(run_options, dims, plans)
     replay = Replay(writer, run_options, lambda *_: plans, None, watcher or LineWatcher(levels=2))

@@ -137,9 +137,9 @@ def test_a_case_runs_again_by_its_command(ran: ssdprof.Results):
         (
             "run org/m --seq 1k,128k --out x --baseline fla",
             {},
-            "run org/m --baseline fla {} --layers 9 --seq 131072",
+            "run org/m --baseline fla {0} {1} --layers 9 --seq 131072",
         ),
-        ("run captures", {"placement": None}, "run captures {} --layers 9"),
+        ("run captures", {"placement": None}, "run captures {0} {1} --layers 9"),
         (
             "run org/m --impl=fused=there,unfused",
             {},
@@ -148,24 +148,11 @@ def test_a_case_runs_again_by_its_command(ran: ssdprof.Results):
     ],
 )
 def test_the_words_of_a_case(typed, changes, expected):
+    placement = Placement(kind="one-gpu", device="cuda:0", allocated={}, predicted_peak_bytes=None)
     found = report(layers=(9,), precisions=(EXACT_FP32,)).changed(
-        command=("ssdprof", *typed.split())
+        **{"command": ("ssdprof", *typed.split()), "placement": placement} | changes
     )
-    found = found.changed(
-        **{
-            "placement": Placement(
-                kind="one-gpu", device="cuda:0", allocated={}, predicted_peak_bytes=None
-            )
-        }
-        | changes
-    )
-    first = "--impl fused"
-    second = "--dtypes exact --states fp32"
-    words = (
-        expected.format(first, second)
-        if "{0}" in expected
-        else expected.format(f"{first} {second}")
-    )
+    words = expected.format("--impl fused", "--dtypes exact --states fp32")
     assert " ".join(found.again(found.cases[-1])) == f"ssdprof {words}"
 
 
@@ -235,7 +222,11 @@ def test_a_function_is_judged_on_given_tensors(inputs, tmp_path, capsys):
 
 
 def test_what_cannot_be_compared_is_refused(inputs):
-    with pytest.raises(SsdprofError, match="no implementation 'nothing'"):
-        ssdprof.compare(inputs, ["nothing"])
-    with pytest.raises(SsdprofError, match="mamba_ssm"):
-        ssdprof.compare(inputs, ["mamba_ssm"])
+    for message, kernels, laws in (
+        ("no implementation 'nothing'", ["nothing"], "all"),
+        ("mamba_ssm", ["mamba_ssm"], "all"),
+        ("Two implementations are named right", [right, right], "all"),
+        ("--laws", [right], "none"),
+    ):
+        with pytest.raises(SsdprofError, match=message):
+            ssdprof.compare(inputs, kernels, laws=laws)

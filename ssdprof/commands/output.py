@@ -26,8 +26,6 @@ from ssdprof.core.words import placement_words, serving_words, size_words
 from ssdprof.errors import ExitCode, harmless
 from ssdprof.progress import Advance, LineWatcher, Watcher
 from ssdprof.report import brief, statements
-from ssdprof.report.document import compose
-from ssdprof.report.terminal import render
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import dump
 
@@ -108,9 +106,7 @@ def finish(folder: Path, report: Report, *, as_json: bool) -> None:
     """Print the report that a command has stored in a folder, and end with exit code 1 unless it
     passed.
     """
-    is_brief = report.kind == "run" or report.of_states
-    shown = brief.render(report) if is_brief else render(compose(report))
-    show(report, shown, as_json=as_json, note=f"Kept in {folder}.")
+    show(report, brief.shown(report), as_json=as_json, note=f"Kept in {folder}.")
     end(report)
 
 
