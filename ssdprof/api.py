@@ -12,7 +12,7 @@ import html as text_html
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -307,15 +307,9 @@ def compare(
     if states is not None:
         states = reading.parse_states(states if isinstance(states, str) else ",".join(states))
     resolve = resolver(device)
-    compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
     baseline_implementation = required(resolve(operator.name, baseline))
-    names = Counter(implementation.name for implementation in (baseline_implementation, *compared))
-    for kernel, implementation in zip(implementations, compared, strict=True):
-        if callable(kernel) and names[implementation.name] > 1:
-            raise BadInputError(
-                f"Two implementations are named {implementation.name}.",
-                "Give your function another __name__.",
-            )
+    compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
+    _refuse_same_names([baseline_implementation, *compared], implementations)
     precisions = requested_precisions(dims.dtype, parsed.intermediates, states)
     plans = planned(compared, baseline_implementation, precisions, dims.dtype)
     run_options = replace(
@@ -363,5 +357,24 @@ def _implementation(operator: Operator, resolve: Resolve, kernel: str | Kernel) 
     """The implementation of a name, or of a user's function."""
     if isinstance(kernel, str):
         return required(resolve(operator.name, kernel))
-    name = getattr(kernel, "__name__", type(kernel).__name__)
-    return own_implementation(operator, name, kernel)
+    return own_implementation(operator, _name(kernel), kernel)
+
+
+def _refuse_same_names(known: Iterable[Implementation], kernels: Iterable[str | Kernel]) -> None:
+    """BadInputError for a function among `kernels` whose name another one of `known` has, because
+    only one of the two would be compared.
+
+    known: the baseline, and the implementation of each of `kernels`.
+    """
+    count = Counter(implementation.name for implementation in known)
+    for kernel in kernels:
+        if callable(kernel) and count[_name(kernel)] > 1:
+            raise BadInputError(
+                f"Two implementations are named {_name(kernel)}.",
+                "Give your function another __name__.",
+            )
+
+
+def _name(kernel: Kernel) -> str:
+    """The name of a user's function; of an object that can be called, that of its class."""
+    return getattr(kernel, "__name__", type(kernel).__name__)
