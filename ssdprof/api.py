@@ -107,7 +107,8 @@ class Results:
         format: one of the formats of `ssdprof export`; None for that of the file's suffix.
         force: whether to overwrite a file that exists.
 
-        Raises BadInputError for an unknown format, and for a file that exists, unless `force`.
+        Raises BadInputError for an unknown format, and for a file that exists, unless `force`;
+        MissingCapabilityError if the file cannot be written.
         """
         target = Path(file)
         files.check_target(target, replace=force)
@@ -303,28 +304,27 @@ def compare(
     dims = operator.oracle.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
     no_model = ""
-    parsed = options.parsed(options.RunOptions, [no_model, "--dtypes", dtypes, "--laws", laws])
+    # refuses what `ssdprof run` refuses
+    options.parsed(options.RunOptions, [no_model, "--dtypes", dtypes, "--laws", laws])
     if states is not None:
         states = reading.parse_states(states if isinstance(states, str) else ",".join(states))
     resolve = resolver(device)
     baseline_implementation = required(resolve(operator.name, baseline))
     compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
     _refuse_same_names([baseline_implementation, *compared], implementations)
-    precisions = requested_precisions(dims.dtype, parsed.intermediates, states)
+    precisions = requested_precisions(dims.dtype, dtypes, states)
     plans = planned(compared, baseline_implementation, precisions, dims.dtype)
-    run_options = replace(
-        parsed,
+    run_options = options.RunOptions(
+        model=no_model,
         baseline=baseline_implementation.name,
         smallest_difference=parse_percent("smallest_difference", smallest_difference),
+        laws=laws,
     )
     writer = _unstored_writer(run_options, dims, plans)
     replay = Replay(writer, run_options, lambda *_: plans, None, watcher or LineWatcher(levels=2))
+    layer = LayerRef(index=0, name="given tensors", operator=operator.name)
     with replay.calls(1) as on_layer:
-        on_layer(
-            CapturedLayer(
-                layer=LayerRef(index=0, name="given tensors", operator=operator.name), inputs=inputs
-            )
-        )
+        on_layer(CapturedLayer(layer=layer, inputs=inputs))
     writer.update(complete=True)
     return Results(writer.report)
 
