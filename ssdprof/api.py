@@ -290,10 +290,9 @@ def compare(
     dtypes, states, smallest_difference, laws: as the options of `ssdprof run`.
     watcher: receives the progress; by default it is shown on stderr.
 
-    Raises BadInputError for a name or an option that is unknown, for a function with the name of
-    another implementation, and for tensors on the CPU of a machine with a GPU;
-    MissingCapabilityError for an implementation that is unavailable, and for more tokens than the
-    interpreter takes.
+    Raises BadInputError for an unknown name or option, for a function with another one's name, and
+    for tensors on the CPU of a machine with a GPU; MissingCapabilityError for an implementation
+    that is unavailable, and for more tokens than the interpreter takes.
     """
     operator = operators.get(inputs.operator)
     device = limits.device()

@@ -71,7 +71,7 @@ def test_another_run_in_the_same_folder():
         (BadInputError("Wrong.", "Do\n  this."), 2, "error: Wrong. hint: Do this."),
         (MissingCapabilityError("Small."), 3, "error: Small."),
         (ModelUnavailableError("Gone."), 4, "error: Gone."),
-        (KeyboardInterrupt(), 130, "interrupted: Nothing was kept."),
+        (KeyboardInterrupt(), 130, "interrupted: Nothing more was kept."),
         (KeyboardInterrupt("Two cases are kept."), 130, "interrupted: Two cases are kept."),
         (OSError(errno.ENOSPC, "No space left on device", "file"), 3, "error: The disk is full"),
         (
@@ -278,7 +278,7 @@ def test_an_interrupt_of_any_kind_is_told(command):
         "cli.app.command('wait')(command)\nsys.argv = ['ssdprof', 'wait']\ncli.main()\n"
     )
     done = shell(f"{sys.executable} waiting.py")
-    assert (done.returncode, done.stderr) == (130, "interrupted: Nothing was kept.\n")
+    assert (done.returncode, done.stderr) == (130, "interrupted: Nothing more was kept.\n")
 
 
 def denied_to_us(suffix: str = "", prefix: str = "", dir: str = "", real=tempfile.mkdtemp):

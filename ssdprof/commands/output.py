@@ -29,7 +29,8 @@ from ssdprof.report import brief, statements
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import dump
 
-_ETA_FROM = 3600.0  # seconds from which the speed is estimated, since a layer may take minutes
+# The speed for the ETA is that of the last hour: a layer may take minutes.
+_SPEED_PERIOD_S = 3600.0
 
 
 class TerminalWatcher(LineWatcher):
@@ -88,7 +89,7 @@ class TerminalWatcher(LineWatcher):
             console=self._console,
             transient=True,
             auto_refresh=False,
-            speed_estimate_period=_ETA_FROM,
+            speed_estimate_period=_SPEED_PERIOD_S,
         )
 
 
@@ -145,7 +146,7 @@ def fail(lines: Iterable[str]) -> NoReturn:
 
 
 def show_plan(plan: DryRun, *, as_json: bool) -> None:
-    """The plan of --dry-run on stdout."""
+    """Print the plan of --dry-run on stdout."""
     if as_json:
         terminal.print_json(plan.model_dump(mode="json"))
         return
