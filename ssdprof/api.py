@@ -302,9 +302,8 @@ def compare(
         )
     dims = operator.oracle.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
-    no_model = ""
-    # refuses what `ssdprof run` refuses
-    options.parsed(options.RunOptions, [no_model, "--dtypes", dtypes, "--laws", laws])
+    # refuses what `ssdprof run` refuses; there is no model
+    options.parsed(options.RunOptions, ["", "--dtypes", dtypes, "--laws", laws])
     if states is not None:
         states = reading.parse_states(states if isinstance(states, str) else ",".join(states))
     resolve = resolver(device)
@@ -314,7 +313,7 @@ def compare(
     precisions = requested_precisions(dims.dtype, dtypes, states)
     plans = planned(compared, baseline_implementation, precisions, dims.dtype)
     run_options = options.RunOptions(
-        model=no_model,
+        model="",
         baseline=baseline_implementation.name,
         smallest_difference=parse_percent("smallest_difference", smallest_difference),
         laws=laws,

@@ -5,7 +5,19 @@ from urllib.parse import quote
 import pytest
 
 from ssdprof.core.target import LayerRef
-from ssdprof.errors import BadInputError, harmless, library_message, masked, printable, unreadable
+from ssdprof.errors import (
+    BadInputError,
+    harmless,
+    how_ended,
+    library_message,
+    masked,
+    printable,
+    unreadable,
+)
+
+
+def test_every_signal_has_a_word():
+    assert list(map(how_ended, (3, -9, -35))) == ["exit code 3", "SIGKILL", "signal 35"]
 
 
 @pytest.mark.parametrize(
