@@ -218,9 +218,10 @@ _KNOWN_NAMES = re.compile(r"\(('\w+', ){6,}'\w+'\)")
 def library_message(error: BaseException) -> str:
     """The message of a library's error on one line, without a final full stop.
 
-    The type of the error is added to the message of a KeyError or IndexError, which may be only a
-    value, and to one of fewer than three words.  Very long words and messages, which a damaged file may cause, are shortened.  Stacks of C++,
-    lists of all known names, and advice on other errors are left out.
+    The type of the error is added to the message of a KeyError or an IndexError, which may be only
+    a value, and to one of fewer than three words.  Very long words and messages, which a damaged
+    file may cause, are shortened.  Stacks of C++, lists of all known names, and advice on other
+    errors are left out.
     """
     name = type(error).__name__
     message = first_fault(error) if name == "ValidationError" else str(error)  # pydantic's

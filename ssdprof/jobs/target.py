@@ -396,11 +396,11 @@ def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
     and for gates on kept steps.
     """
     if not options.decode_states:
-        given = [f"--gate {text}" for text in options.gate or () if text.startswith(KEPT_STEPS)]
+        needing = [f"--gate {text}" for text in options.gate or () if text.startswith(KEPT_STEPS)]
         if options.decode_step > 1:
-            given.append("--decode-step")
-        if given:
-            raise BadInputError(f"{given[0]} needs --decode-states.", "Give both, or neither.")
+            needing.append("--decode-step")
+        if needing:
+            raise BadInputError(f"{needing[0]} needs --decode-states.", "Give both, or neither.")
         return options
     defaults = {option.name: option.default for option in fields(options)}
     for _, flag, parameter in declared.flags(type(options)):
@@ -413,8 +413,9 @@ def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
     texts = [gate.text for gate in gates if gate.at in ("", *formats)]
     for text in options.gate or ():
         if text not in texts:
-            given = f"--decode-states {','.join(formats)}"
-            raise reading.both(given, f"--gate {text}", hint=f"Write kept-steps@{formats[0]}:1000.")
+            decoded = f"--decode-states {','.join(formats)}"
+            hint = f"Write kept-steps@{formats[0]}:1000."
+            raise reading.both(decoded, f"--gate {text}", hint=hint)
     return replace(options, conditions=tuple(gates))
 
 
