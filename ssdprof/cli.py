@@ -60,7 +60,11 @@ class Commands(TyperGroup):
     of_main = False
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command.  If several ranks have the same error, the first one reports it."""
+        """Run a command, and end with its exit code.
+
+        If all ranks have the same error, only the first one reports it.  An error that is a defect
+        in ssdprof is raised.
+        """
         try:
             terminal.check_working_directory()
             result = super().invoke(ctx)
@@ -224,14 +228,14 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
     return options.as_command(kind, command)
 
 
-for _kind, _functions in _COMMANDS.items():
+for _declaration, _functions in _COMMANDS.items():
     # Typer would keep the line breaks of the source
-    _paragraphs = (inspect.getdoc(_kind) or "").split("\n\n")
+    _paragraphs = (inspect.getdoc(_declaration) or "").split("\n\n")
     _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
-    _name = options.command_name(_kind)
+    _name = options.command_name(_declaration)
     _summary = _help.partition("\n\n")[0]  # Typer would cut it
     app.command(_name, help=_help, short_help=_summary)(
-        _command(_kind, _functions) if _functions else _kind
+        _command(_declaration, _functions) if _functions else _declaration
     )
 
 

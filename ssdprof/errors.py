@@ -270,7 +270,7 @@ def first_fault(error: Any, whole: str = "the document") -> str:
     """The first fault that pydantic's ValidationError names, with its place, the value, and what
     was expected: "cases.0.batch is 'x', not an integer", "cases.0.status is missing".
 
-    whole: names the whole value, in place of a place in it.
+    whole: the name in the sentence of a fault that is of the whole value, not of a part of it.
     """
     faults = error.errors(include_url=False)
     fault = faults[0]

@@ -91,8 +91,8 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
     if as_json:
         terminal.print_json([run.model_dump(mode="json") for run in listed])
     elif any(tables):
-        for table in tables:
-            terminal.out().print(SplitTable(table))
+        for runs_table in tables:
+            terminal.out().print(SplitTable(runs_table))
     else:
         terminal.say(
             f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'."
@@ -168,9 +168,9 @@ def accuracy(options: options.AccuracyOptions) -> None:
     # the dtype of the inputs has no effect, because states are named
     wanted = precisions_for("fp32", options.intermediates, parse_states(options.states))
     named_states = options.states != "all"
-    table = brief.accuracy_table(report, wanted, every_state=named_states)
+    accuracy_table = brief.accuracy_table(report, wanted, every_state=named_states)
     shown = report.restricted(precisions=wanted)
-    output.show(shown, table, as_json=options.json, note=f"From {folder}.")
+    output.show(shown, accuracy_table, as_json=options.json, note=f"From {folder}.")
     output.end(shown)
 
 
@@ -384,10 +384,10 @@ def compare(options: options.CompareOptions) -> None:
     stored = settings.load(options.config).compare
     texts = stored.fail_if if options.fail_if is None else options.fail_if
     allowed = tuple(map(parse_change, texts))
-    text = options.smallest_difference
-    smallest = parse_percent(
-        "--smallest-difference", stored.smallest_difference if text is None else text
-    )
+    smallest_text = options.smallest_difference
+    if smallest_text is None:
+        smallest_text = stored.smallest_difference
+    smallest = parse_percent("--smallest-difference", smallest_text)
     target = _target(options.output, force=options.force)
     format_name: str = options.format or "screen"
     if options.json:
