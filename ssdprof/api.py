@@ -11,7 +11,6 @@ The options are those of the commands: `ssdprof.run("demo", gate="speedup:1.2")`
 import html as text_html
 import io
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter, Signature
@@ -309,7 +308,7 @@ def compare(
     resolve = resolver(device)
     baseline_implementation = required(resolve(operator.name, baseline))
     compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
-    _refuse_same_names([baseline_implementation, *compared], implementations)
+    _refuse_same_names([baseline_implementation, *compared])
     precisions = requested_precisions(dims.dtype, dtypes, states)
     plans = planned(compared, baseline_implementation, precisions, dims.dtype)
     run_options = options.RunOptions(
@@ -355,24 +354,18 @@ def _implementation(operator: Operator, resolve: Resolve, kernel: str | Kernel) 
     """The implementation of a name, or of a user's function."""
     if isinstance(kernel, str):
         return required(resolve(operator.name, kernel))
-    return own_implementation(operator, _name(kernel), kernel)
+    name = getattr(kernel, "__name__", type(kernel).__name__)
+    return own_implementation(operator, name, kernel)
 
 
-def _refuse_same_names(known: Iterable[Implementation], kernels: Iterable[str | Kernel]) -> None:
-    """BadInputError for a function among `kernels` whose name another one of `known` has, because
-    only one of the two would be compared.
-
-    known: the baseline, and the implementation of each of `kernels`.
+def _refuse_same_names(implementations: Iterable[Implementation]) -> None:
+    """BadInputError for two different implementations of one name, because only one of the two
+    would be compared.
     """
-    count = Counter(implementation.name for implementation in known)
-    for kernel in kernels:
-        if callable(kernel) and count[_name(kernel)] > 1:
+    by_name: dict[str, Implementation] = {}
+    for implementation in implementations:
+        name = implementation.name
+        if by_name.setdefault(name, implementation) != implementation:
             raise BadInputError(
-                f"Two implementations are named {_name(kernel)}.",
-                "Give your function another __name__.",
+                f"Two implementations are named {name}.", "Give your function another __name__."
             )
-
-
-def _name(kernel: Kernel) -> str:
-    """The name of a user's function; of an object that can be called, that of its class."""
-    return getattr(kernel, "__name__", type(kernel).__name__)

@@ -175,11 +175,6 @@ def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
     except ValidationError as error:
         first = error.errors()[0]
         path = [str(part) for part in first["loc"]]
-        if first["type"] == "tuple_type" and path[-1] == "gates":
-            raise BadInputError(
-                f"{source}: {'.'.join(path)} is not a list of gates.",
-                'Write gates = ["speedup:1.5", "match@1e-3:90%"].',
-            ) from error
         if first["type"] == "extra_forbidden":
             tables: dict[str, type[Record]] = {
                 "prefill": PrefillSettings,

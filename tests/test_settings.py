@@ -61,7 +61,7 @@ def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(monkeypat
         ('gate = ["rms:2"]', "unknown key gate.", "Did you mean gates?"),
         ("[compare]\nfail-iff = []", "unknown key compare.fail-iff", "Did you mean fail-if?"),
         ("[compare]\nfail_if = []", "unknown key compare.fail_if", "Did you mean fail-if?"),
-        ("[gates]\nspeedup = 2", "gates is not a list of gates", 'gates = ["speedup:1.5"'),
+        ("[gates]\nspeedup = 2", "gates is a mapping, not a list.", "settings-v1"),
         ("gates = [3]", "gates.0 is 3, not a text.", "settings-v1"),
         ("prefill = 3", "prefill is 3, not a mapping.", "settings-v1"),
         ("[gates", "is not TOML", "--config"),
