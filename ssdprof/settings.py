@@ -174,8 +174,8 @@ def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
         settings = ProjectSettings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        path = [str(part) for part in first["loc"]]
         if first["type"] == "extra_forbidden":
+            path = [str(part) for part in first["loc"]]
             tables: dict[str, type[Record]] = {
                 "prefill": PrefillSettings,
                 "compare": CompareSettings,

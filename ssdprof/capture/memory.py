@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         return out
 
     def _count(self, tensor: Tensor) -> Tensor:
-        """Count a tensor's storage, if it is new, until it is freed."""
+        """Count a tensor's storage, if it is new, until it is freed.  Returns the tensor."""
         storage = tensor.untyped_storage()
         if tensor.device.type == self._device_type and storage not in self._known:
             self._known.add(storage)

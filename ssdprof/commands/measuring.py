@@ -128,7 +128,11 @@ def _plan(
 
 
 def _prefill(options: RunOptions, folder: Path) -> ExitCode:
-    """Time and show prefills in the run's folder.  Returns the exit code of `ssdprof prefill`."""
+    """Time and show prefills of the run's model and prompt.  They are stored in the run's folder.
+
+    The implementations, the precision and the baseline are the defaults of `ssdprof prefill`, and
+    not those of the run.  Returns the exit code of `ssdprof prefill`.
+    """
     prefill_options = PrefillOptions(
         **{field.name: getattr(options, field.name) for field in fields(ModelOptions)},
         smallest_difference=options.smallest_difference,
@@ -145,6 +149,8 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
 
 def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
     """Profile, show and store the stalls of a run.  Returns the exit code of `ssdprof stalls`.
+
+    The layer, the implementations and the precision are the defaults of `ssdprof stalls`.
 
     report: of the run, whose verdict is shown again at the end.
     """
