@@ -51,6 +51,12 @@ def test_an_export_for_github_needs_both_of_its_files(monkeypatch):
     assert "is for a step of GitHub Actions" in refused(2, "export --format github")
 
 
+def test_a_history_of_a_run_that_cannot_be_read_has_the_reason():
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/run.json").touch()
+    assert "x: runs/x/run.json is not valid JSON" in Answer("runs --history").out
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("1%", 0.01), ("0.5", 0.005), ("0%", 0.0), (" 2 %", 0.02)]
 )

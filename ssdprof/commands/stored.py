@@ -76,7 +76,7 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
 
     folder: None for the folder `runs` of the working directory.
     history: whether to show a table for each set of runs that compared the same cases, in place of
-        one table of all runs.  JSON is the same with and without it.
+        one table of all runs, unless no run can be read.  JSON is the same with and without it.
 
     Raises BadInputError for a folder that does not exist.
     """
@@ -87,7 +87,8 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
         )
     stored = reports.listed(folder or reports.RUNS)
     listed = [ListedRun.of(path.name, report) for path, report in stored]
-    tables = list(brief.history(stored)) if history else [brief.runs(listed)]
+    tables = list(brief.history(stored)) if history else []
+    tables = tables or [brief.runs(listed)]
     if as_json:
         terminal.print_json([run.model_dump(mode="json") for run in listed])
     elif any(tables):
@@ -105,11 +106,14 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
 def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
     """End the command as its child process ended, which ran the user's own functions.
 
-    If the child process died, say so, and close the report that it was writing.  The first rank
-    also prints the report.  Then raises KeyboardInterrupt if a signal had asked for an end, and
-    BadInputError if no case had been compared.
+    If the child process gave an exit code, it has printed everything.  Without one it died: then
+    the report that it was writing is closed, and the first rank prints it.
 
     names: of the functions.  ended: what the child process said, and how it ended.
+
+    Raises typer.Exit with the exit code of the child process, or of the report.  If the child
+    process died, raises KeyboardInterrupt if a signal had asked the command to stop, else
+    BadInputError if nothing had been compared.
     """
     code = ended.last("exit")
     if code is not None:
