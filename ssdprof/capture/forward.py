@@ -400,8 +400,8 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
     """The last hidden states of `prompt.model`, a base model without a head, with `handler` in
     place of its operators: (b, l, hidden) in the model's dtype, on its device.
 
-    `logits` takes some of their positions.  All logits would be too large: 131,072 positions of
-    150,000 logits are 37 GiB in bf16, and of 4,096 hidden states 1 GiB.
+    `logits` takes some of their positions.  All logits would be too large: for 131,072
+    positions, 150,000 logits take 37 GiB in bf16, and hidden states of width 4,096 take 1 GiB.
 
     Raises the errors of `PromptRun.run`.
     """

@@ -78,10 +78,10 @@ def capture_layers(
         a single layer needs more, the disk is used.
 
     Returns the number of operator calls in all runs of the prompt, without decode steps.  At any
-    time the inputs of at most one layer are on the
-    model's device.  Whatever ends the capture (an exception of on_layer, Ctrl-C), the model is left
-    as it was.  Raises BadInputError if part of the model bypasses its operator or a token id is
-    beyond the vocabulary, MissingCapabilityError if memory is too small.
+    time the inputs of at most one layer are on the model's device.  Whatever ends the capture (an
+    exception of on_layer, Ctrl-C), the model is left as it was.  Raises BadInputError if part of
+    the model bypasses its operator or a token id is beyond the vocabulary, MissingCapabilityError
+    if memory is too small.
     """
     wanted, serving = prompt.wanted, prompt.serving
     if serving.chunk is not None or (prompt.segment_count == 1 and not serving.packed):
