@@ -18,7 +18,7 @@ def main() -> None:
 
         command_line()
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(130)  # as `cli.INTERRUPTED`, whose module may not be imported yet
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ The options are those of the commands: `ssdprof.run("demo", gate="speedup:1.2")`
 import html as text_html
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -45,8 +45,6 @@ from ssdprof.operators.operator import Operator
 from ssdprof.operators.tensors import requested_precisions
 from ssdprof.progress import LineWatcher, Watcher
 from ssdprof.report import brief, exports
-from ssdprof.report.document import compose
-from ssdprof.report.terminal import render
 from ssdprof.store import reports
 from ssdprof.store.header import draft
 
@@ -64,10 +62,11 @@ _FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 40em; border: 0"></ifr
 
 
 class Results:
-    """A report.  A notebook shows it as a page, and `print` shows it as one screen.
+    """A report.  A notebook shows it as a page, and `print` as its command does.
 
     report: the whole report, with every case.
-    folder: where it is stored; None for a comparison on given tensors.
+    folder: where it is stored: a folder, or a file that `--json` printed; None for a comparison on
+        given tensors.
     """
 
     def __init__(self, report: Report, folder: Path | None = None) -> None:
@@ -107,7 +106,8 @@ class Results:
         format: one of the formats of `ssdprof export`; None for that of the file's suffix.
         force: whether to overwrite a file that exists.
 
-        Raises BadInputError for an unknown format, and for a file that exists, unless `force`.
+        Raises BadInputError for an unknown format, and for a file that exists, unless `force`;
+        MissingCapabilityError if the file cannot be written.
         """
         target = Path(file)
         files.check_target(target, replace=force)
@@ -116,12 +116,10 @@ class Results:
         return target
 
     def __repr__(self) -> str:
-        """The report on one screen, as a command prints it, without colours."""
-        is_brief = self.report.kind == "run"
-        shown = brief.render(self.report) if is_brief else render(compose(self.report))
+        """The report as the command prints it that makes it, without colours."""
         console = Console(file=io.StringIO(), width=100, color_system=None)
         with console.capture() as text:
-            console.print(shown)
+            console.print(brief.shown(self.report))
         return "\n".join(line.rstrip() for line in text.get().splitlines())
 
     def _repr_html_(self) -> str:
@@ -291,9 +289,9 @@ def compare(
     dtypes, states, smallest_difference, laws: as the options of `ssdprof run`.
     watcher: receives the progress; by default it is shown on stderr.
 
-    Raises BadInputError for a name that is unknown, and for tensors on the CPU of a machine with a
-    GPU; MissingCapabilityError for an implementation that is unavailable, and for more tokens than
-    the interpreter takes.
+    Raises BadInputError for an unknown name or option, for a function with another one's name, and
+    for tensors on the CPU of a machine with a GPU; MissingCapabilityError for an implementation
+    that is unavailable, and for more tokens than the interpreter takes.
     """
     operator = operators.get(inputs.operator)
     device = limits.device()
@@ -303,11 +301,14 @@ def compare(
         )
     dims = operator.oracle.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
+    # refuses what `ssdprof run` refuses; there is no model
+    options.parsed(options.RunOptions, ["", "--dtypes", dtypes, "--laws", laws])
+    if states is not None:
+        states = reading.parse_states(states if isinstance(states, str) else ",".join(states))
     resolve = resolver(device)
-    compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
-    if isinstance(states, str):
-        states = reading.parse_states(states)
     baseline_implementation = required(resolve(operator.name, baseline))
+    compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
+    _refuse_same_names([baseline_implementation, *compared])
     precisions = requested_precisions(dims.dtype, dtypes, states)
     plans = planned(compared, baseline_implementation, precisions, dims.dtype)
     run_options = options.RunOptions(
@@ -318,12 +319,9 @@ def compare(
     )
     writer = _unstored_writer(run_options, dims, plans)
     replay = Replay(writer, run_options, lambda *_: plans, None, watcher or LineWatcher(levels=2))
+    layer = LayerRef(index=0, name="given tensors", operator=operator.name)
     with replay.calls(1) as on_layer:
-        on_layer(
-            CapturedLayer(
-                layer=LayerRef(index=0, name="given tensors", operator=operator.name), inputs=inputs
-            )
-        )
+        on_layer(CapturedLayer(layer=layer, inputs=inputs))
     writer.update(complete=True)
     return Results(writer.report)
 
@@ -358,3 +356,16 @@ def _implementation(operator: Operator, resolve: Resolve, kernel: str | Kernel) 
         return required(resolve(operator.name, kernel))
     name = getattr(kernel, "__name__", type(kernel).__name__)
     return own_implementation(operator, name, kernel)
+
+
+def _refuse_same_names(implementations: Iterable[Implementation]) -> None:
+    """BadInputError for two different implementations of one name, because only one of the two
+    would be compared.
+    """
+    by_name: dict[str, Implementation] = {}
+    for implementation in implementations:
+        name = implementation.name
+        if by_name.setdefault(name, implementation) != implementation:
+            raise BadInputError(
+                f"Two implementations are named {name}.", "Give your function another __name__."
+            )

@@ -60,7 +60,11 @@ class Commands(TyperGroup):
     of_main = False
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command.  If several ranks have the same error, the first one reports it."""
+        """Run a command, and end with its exit code.
+
+        If all ranks have the same error, only the first one reports it.  An error that is a defect
+        in ssdprof is raised.
+        """
         try:
             terminal.check_working_directory()
             result = super().invoke(ctx)
@@ -77,11 +81,11 @@ class Commands(TyperGroup):
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as interrupt:
             if not _ranks().follows():
-                _line("interrupted", str(interrupt) or "Nothing was kept.", "yellow")
+                _line("interrupted", str(interrupt) or "Nothing more was kept.", "yellow")
             _forget_interrupt()
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
-            terminal.reader_is_gone()
+            terminal.end_without_reader()
         except OSError as error:
             expected = _expected(error)
             if expected is None:
@@ -97,20 +101,20 @@ def _ranks() -> ModuleType:
 
 
 def _expected(error: OSError) -> SsdprofError | None:
-    """The message for an error of the operating system that no stage handled; None if the error is
-    a defect in ssdprof.
+    """The error that is shown for one of the operating system that no stage handled; None if that
+    is a defect in ssdprof.
     """
-    is_of_name = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+    is_of_path = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         hint = "Free some space.  Reports that were written earlier are complete."
         return MissingCapabilityError(f"The disk is full: {error}.", hint)
-    if not is_of_name and error.errno not in MACHINE_ERRNOS:
+    if not is_of_path and error.errno not in MACHINE_ERRNOS:
         return None
     verb = "written" if error.errno == errno.EFBIG else "used"
     subject = str(error.filename or "A file or folder")[:80]
     message = f"{subject} cannot be {verb}: {error.strerror}."
     hint = "Check its permissions, its owner and the limits of this shell, or name another place."
-    return BadInputError(message, hint) if is_of_name else MissingCapabilityError(message, hint)
+    return BadInputError(message, hint) if is_of_path else MissingCapabilityError(message, hint)
 
 
 app = typer.Typer(
@@ -174,7 +178,8 @@ def _module(name: str) -> ModuleType:
 
 # The options of a command -> its functions, as "module:function".  The first one is called with the
 # options, and each of the others with the result of the one before it, or with several arguments if
-# that is a tuple.  A command without functions is itself a function.
+# that is a tuple.  A key without functions is no class of options: it is the command itself, a
+# function.
 _COMMANDS: dict[Any, tuple[str, ...]] = {
     options.RunOptions: ("jobs.target:run", "commands.measuring:run"),
     runs: (),
@@ -208,7 +213,7 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
         if hasattr(command_options, "command"):
             command_options = replace(command_options, command=terminal.command_line())
         names = options.own_kernels(values)
-        # None in the child, which goes on
+        # `fork` returns None in the child, which goes on
         if Commands.of_main and names and (ended := child.fork()):
             _module("commands.stored").after_child(
                 names, ended, as_json=getattr(command_options, "json", False)
@@ -223,14 +228,14 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
     return options.as_command(kind, command)
 
 
-for _kind, _functions in _COMMANDS.items():
+for _declaration, _functions in _COMMANDS.items():
     # Typer would keep the line breaks of the source
-    _paragraphs = (inspect.getdoc(_kind) or "").split("\n\n")
+    _paragraphs = (inspect.getdoc(_declaration) or "").split("\n\n")
     _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
-    _name = options.command_name(_kind)
+    _name = options.command_name(_declaration)
     _summary = _help.partition("\n\n")[0]  # Typer would cut it
     app.command(_name, help=_help, short_help=_summary)(
-        _command(_kind, _functions) if _functions else _kind
+        _command(_declaration, _functions) if _functions else _declaration
     )
 
 
@@ -284,8 +289,8 @@ def main() -> None:
 def _interrupt(number: int, frame: object) -> NoReturn:  # noqa: ARG001
     """A handler of SIGTERM, which ends a command as Ctrl-C does, with its results marked partial.
 
-    A second SIGTERM ends the process immediately.  For Ctrl-C, the child process that runs a user's
-    kernels gets SIGTERM, too.
+    A second SIGTERM ends the process immediately.  After Ctrl-C, too, the child process that runs a
+    user's kernels gets SIGTERM: from its parent (`child.fork`).
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     raise KeyboardInterrupt

@@ -98,9 +98,11 @@ def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word: the most similar known word if there is one, and all known
-    words.
+    words.  Empty if no word is known.
     """
     names = list(known)
+    if not names:
+        return ""
     alike = difflib.get_close_matches(word, names, n=1)
     guess = f"Did you mean {alike[0]}?  " if alike else ""
     return f"{guess}Choose from: {', '.join(names)}."
@@ -147,11 +149,14 @@ def _secrets() -> dict[str, str]:
 
 
 def how_ended(exit_code: int) -> str:
-    """How a process ended: "exit code 3", "SIGSEGV".
+    """How a process ended: "exit code 3", "SIGSEGV"; "signal 35" for a signal without a name.
 
     exit_code: as `subprocess` gives it, negative for a signal.
     """
-    return f"exit code {exit_code}" if exit_code >= 0 else signal.Signals(-exit_code).name
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    names = {known.value: known.name for known in signal.Signals}
+    return names.get(-exit_code, f"signal {-exit_code}")
 
 
 # characters, of a library's message
@@ -213,9 +218,10 @@ _KNOWN_NAMES = re.compile(r"\(('\w+', ){6,}'\w+'\)")
 def library_message(error: BaseException) -> str:
     """The message of a library's error on one line, without a final full stop.
 
-    The type of the error is added to a message that is only a value, such as that of a KeyError.
-    Very long words and messages, which a damaged file may cause, are shortened.  Stacks of C++,
-    lists of all known names, and advice on other errors are left out.
+    The type of the error is added to the message of a KeyError or an IndexError, which may be only
+    a value, and to one of fewer than three words.  Very long words and messages, which a damaged
+    file may cause, are shortened.  Stacks of C++, lists of all known names, and advice on other
+    errors are left out.
     """
     name = type(error).__name__
     message = first_fault(error) if name == "ValidationError" else str(error)  # pydantic's
@@ -264,7 +270,7 @@ def first_fault(error: Any, whole: str = "the document") -> str:
     """The first fault that pydantic's ValidationError names, with its place, the value, and what
     was expected: "cases.0.batch is 'x', not an integer", "cases.0.status is missing".
 
-    whole: names the whole value, in place of a place in it.
+    whole: the name in the sentence of a fault that is of the whole value, not of a part of it.
     """
     faults = error.errors(include_url=False)
     fault = faults[0]

@@ -94,7 +94,8 @@ def read_stored(
         raise BadInputError(f"{file} is not a document of ssdprof.", hint)
     if document[key] != version:
         raise BadInputError(
-            f"{file} has version {document[key]}; this ssdprof reads {version}.", hint
+            f"{file} has format version {document[key]}; this ssdprof reads version {version}.",
+            hint,
         )
     try:
         return validate(document)
@@ -128,7 +129,7 @@ def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def write_text(file: Path, text: str, *, replace: bool = True) -> None:
-    """Write a file atomically: see `put`.
+    """Write a file atomically: see `put`.  A pipe or a device is written in place.
 
     replace: whether to overwrite a file that exists.
 
@@ -147,7 +148,8 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM while an interrupted command stores its results.
+    """Ignore Ctrl-C and SIGTERM while an interrupted command stores its results.  Outside of the
+    main thread this has no effect.
 
     When a rank dies, torchrun sends SIGTERM to the others, which may be storing their results.
     """
@@ -241,7 +243,8 @@ def locked(path: Path, what: str, hint: str) -> Iterator[BinaryIO]:
 def check_target(
     file: Path, *, replace: bool, hint: str = "Give --force to overwrite it, or another name."
 ) -> None:
-    """Raise what `write_text` would raise for a file that cannot be written.
+    """Raise what `write_text` would raise for a file that cannot be written, or may not be
+    overwritten.
 
     hint: of the error if the file exists.
     """
@@ -290,18 +293,17 @@ def unwritable(path: Path, error: OSError) -> SsdprofError:
     )
 
 
-def safe_name(model: str) -> str:
-    """The last part of a model's name, with only letters, digits, '.', '_' and '-', so that it can
-    be part of a folder's name.
+def safe_name(name: str) -> str:
+    """The part of a name after its last slash, with only letters, digits, '.', '_' and '-', so that
+    it can be part of a file's or a folder's name; "model" if nothing is left of it.
     """
-    last = model.rstrip("/").rsplit("/", 1)[-1]
+    last = name.rstrip("/").rsplit("/", 1)[-1]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:80] or "model"
 
 
-def why(error: Exception) -> str:
-    """The reason of an error in lower case, in the operating system's words if it has any."""
-    reason = error.strerror if isinstance(error, OSError) else ""
-    return (reason or str(error)).lower()
+def why(error: OSError) -> str:
+    """The reason of an error for the end of a sentence: "no such file or directory"."""
+    return (error.strerror or str(error)).lower()
 
 
 def _flush(path: Path) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 Advance = Callable[[int], None]
-_MOST_LINES = 100  # of a step that is no inner one and has a line for each part
-_QUIET_S = 2.0  # the least time between two lines on the progress of an inner step
+_MOST_LINES = 100  # an outermost step of up to so many parts has a line for each
+_QUIET_S = 2.0  # the least time between two lines on the progress of another step
 
 
 class Watcher:
@@ -45,8 +45,9 @@ def _ignore(*_: object) -> None:
 class LineWatcher(Watcher):
     """Prints lines on stderr.
 
-    There is a line when a step begins, and when it advances.  An inner step, and one of many parts,
-    has a line at most every two seconds, so that a log does not become long.
+    There is a line when a step begins, and, if its total is known, when it advances.  An inner
+    step, and one of more than `_MOST_LINES` parts, has a line on its progress at most every two
+    seconds, so that a log does not become long.  The outermost step has one at its end, too.
 
     levels: the number of levels of nested steps that have lines.
     """
@@ -88,7 +89,7 @@ class StepClock:
     """Times the steps of a job, and knows how much is left of its time budget.
 
     budget: seconds of wall-clock time from now on; None for no limit.
-    on_step: called with the name and the seconds of every step.
+    on_step: called with the name and the seconds of every step that ends without an exception.
     now: the clock, in seconds.
     """
 

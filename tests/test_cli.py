@@ -51,6 +51,12 @@ def test_an_export_for_github_needs_both_of_its_files(monkeypatch):
     assert "is for a step of GitHub Actions" in refused(2, "export --format github")
 
 
+def test_a_history_of_a_run_that_cannot_be_read_has_the_reason():
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/run.json").touch()
+    assert "x: runs/x/run.json is not valid JSON" in Answer("runs --history").out
+
+
 @pytest.mark.parametrize(
     ("text", "value"), [("1%", 0.01), ("0.5", 0.005), ("0%", 0.0), (" 2 %", 0.02)]
 )
@@ -71,7 +77,7 @@ def test_another_run_in_the_same_folder():
         (BadInputError("Wrong.", "Do\n  this."), 2, "error: Wrong. hint: Do this."),
         (MissingCapabilityError("Small."), 3, "error: Small."),
         (ModelUnavailableError("Gone."), 4, "error: Gone."),
-        (KeyboardInterrupt(), 130, "interrupted: Nothing was kept."),
+        (KeyboardInterrupt(), 130, "interrupted: Nothing more was kept."),
         (KeyboardInterrupt("Two cases are kept."), 130, "interrupted: Two cases are kept."),
         (OSError(errno.ENOSPC, "No space left on device", "file"), 3, "error: The disk is full"),
         (
@@ -278,7 +284,7 @@ def test_an_interrupt_of_any_kind_is_told(command):
         "cli.app.command('wait')(command)\nsys.argv = ['ssdprof', 'wait']\ncli.main()\n"
     )
     done = shell(f"{sys.executable} waiting.py")
-    assert (done.returncode, done.stderr) == (130, "interrupted: Nothing was kept.\n")
+    assert (done.returncode, done.stderr) == (130, "interrupted: Nothing more was kept.\n")
 
 
 def denied_to_us(suffix: str = "", prefix: str = "", dir: str = "", real=tempfile.mkdtemp):

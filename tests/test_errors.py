@@ -5,7 +5,19 @@ from urllib.parse import quote
 import pytest
 
 from ssdprof.core.target import LayerRef
-from ssdprof.errors import BadInputError, harmless, library_message, masked, printable, unreadable
+from ssdprof.errors import (
+    BadInputError,
+    harmless,
+    how_ended,
+    library_message,
+    masked,
+    printable,
+    unreadable,
+)
+
+
+def test_a_signal_without_a_name():
+    assert how_ended(-35) == "signal 35"
 
 
 @pytest.mark.parametrize(

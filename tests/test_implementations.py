@@ -17,6 +17,7 @@ import torch
 from command_line import Answer, ending, latest, passing
 from documented_kernels import DOCUMENT, write_example
 from fakes import inputs
+from torchrun import python
 
 import ssdprof
 from ssdprof import operators
@@ -149,10 +150,14 @@ def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(here: P
         assert found[name].name in script.read_text()
         capsys.readouterr()
         runpy.run_path(str(script))
-        kept, *_, again, _ = capsys.readouterr().out.splitlines()
+        _, kept, *_, again, _ = capsys.readouterr().out.splitlines()
         assert kept.startswith("kept: out, largest error ")
         assert kept.removeprefix("kept") == again.removeprefix("now"), "the error comes again"
         assert float(kept.split()[4]) > 0.1
+    (here / "peeking.py").write_text("import os\ndef peeking(inputs): os._exit(7)")
+    ended = python(str(script))
+    assert ended.returncode == 7
+    assert ended.stdout.endswith("now: if this is the last line, the call ended this process\n")
     refused = ending(2, "case", found["unfused"].id, "--save failing").err
     assert "kept no tensors of layer 0, 40 tokens, unfused" in refused
     assert found["peeking:peeking"].id in refused

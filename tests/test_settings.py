@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from cases import gates
+from cases import gates, rows
 
 from ssdprof import settings
 from ssdprof.commands.stored import schema
@@ -61,8 +61,7 @@ def test_the_nearest_file_with_settings_counts_and_its_own_comes_first(monkeypat
         ('gate = ["rms:2"]', "unknown key gate.", "Did you mean gates?"),
         ("[compare]\nfail-iff = []", "unknown key compare.fail-iff", "Did you mean fail-if?"),
         ("[compare]\nfail_if = []", "unknown key compare.fail_if", "Did you mean fail-if?"),
-        ("[gates]\nspeedup = 2", "gates is not a list of gates", 'gates = ["speedup:1.5"'),
-        ("gates = 3", "gates is not a list of gates", 'gates = ["speedup:1.5"'),
+        ("[gates]\nspeedup = 2", "gates is a mapping, not a list.", "settings-v1"),
         ("gates = [3]", "gates.0 is 3, not a text.", "settings-v1"),
         ("prefill = 3", "prefill is 3, not a mapping.", "settings-v1"),
         ("[gates", "is not TOML", "--config"),
@@ -110,7 +109,17 @@ def test_the_command_line_comes_before_the_file():
     assert settings.gates(None, (), prefill=True) == gates("speedup:1.05")
 
 
-def test_a_gate_of_a_file_that_cannot_be_read_is_refused():
-    Path("ssdprof.toml").write_text('gates = ["sped:2"]')
-    with pytest.raises(BadInputError, match="The gate 'sped:2' is of an unknown metric"):
-        settings.gates(None, ())
+# a file => what is wrong in it
+TEXTS = """\
+gates = ["sped:2"] => gates: The gate 'sped:2' is of an unknown metric
+prefill.gates = ["sped:2"] => prefill.gates: The gate 'sped:2' is of an unknown metric
+compare.fail-if = ["time:3%"] => compare.fail-if: The change 'time:3%' cannot be read
+compare.smallest-difference = "" => compare.smallest-difference: it is not a percentage
+"""
+
+
+@pytest.mark.parametrize(("text", "complaint"), rows(TEXTS))
+def test_a_text_of_a_file_that_cannot_be_read_is_refused_with_its_key(text, complaint):
+    Path("ssdprof.toml").write_text(text)
+    with pytest.raises(BadInputError, match=rf"ssdprof\.toml: {complaint}"):
+        settings.load()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ssdprof.capture.intercept import namespaces, replaced
 from ssdprof.checkpoint.mixers import Mixer
+from ssdprof.core.words import plural
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.registry import UnsupportedError
 
@@ -26,7 +27,7 @@ CONVOLUTION = "causal_conv1d_fn"  # the global of a modeling file that a mixer c
 _SILU = ("silu", "swish")
 _PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")  # arguments for packed sequences
 _PROBE_ROWS = 3
-# relative distance by RMS at which a model's norm is taken for the bundled one; 16 bits round to
+# relative distance by RMS up to which a model's norm is taken for the bundled one; bf16 rounds to
 # 2^-9
 _TOLERANCE = 2**-5
 
@@ -43,6 +44,8 @@ def gated_norms(mixer: Mixer) -> list[nn.Module]:
 def norm_form(module: nn.Module) -> dict[str, Any] | None:
     """Options with which `gated_rms_norm` computes what `module` computes, tested on random rows;
     None if there are none.
+
+    Raises the errors of `gated_rms_norm`.
     """
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or eps is None:
@@ -68,9 +71,9 @@ def norm_form(module: nn.Module) -> dict[str, Any] | None:
 
 
 class ConvAndNorm:
-    """Replaces a model's convolutions and gated norms by the bundled kernels.
+    """Replaces a model's convolutions and gated norms by the bundled kernels, while `installed`.
 
-    left_to_model: descriptions of the parts that are not replaced.
+    left_to_model: the parts that are not replaced, in words; empty if there are none.
     """
 
     def __init__(self, mixers: Sequence[Mixer]) -> None:
@@ -83,7 +86,8 @@ class ConvAndNorm:
         if any(CONVOLUTION not in namespace for namespace in self._namespaces):
             parts.append("the convolution")
         if unknown_norms:
-            parts.append(f"{unknown_norms} gated norms of a form that the kernel does not have")
+            norms = plural(unknown_norms, "gated norm")
+            parts.append(f"{norms} of a form that the kernel does not have")
         self.left_to_model = tuple(parts)
 
     @contextmanager

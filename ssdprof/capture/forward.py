@@ -186,9 +186,11 @@ def prefilled(
 
 def generate(feed: Feed, last: Tensor, head: Head, count: int) -> Tensor:
     """Generate `count` tokens after a prompt, (b, count), each the most probable one.  An
-    end-of-text token does not end the generation.
+    end-of-text token does not end the generation.  Every token is fed to the model, also the last
+    one, so that there are `count` decode steps.
 
     last: the output of `feed` for the prompt.  head: computes logits from it.
+    count: at least 1.
     """
     tokens = []
     for _ in range(count):
@@ -199,7 +201,7 @@ def generate(feed: Feed, last: Tensor, head: Head, count: int) -> Tensor:
 
 
 def greedy(model: PreTrainedModel, ids: Tensor, count: int, segment_length: int) -> list[int]:
-    """The ids of `count` tokens after ids (1, l), each the most probable one.
+    """The ids of `count` tokens after ids (1, l), at least one, each the most probable one.
 
     model: a causal language model in eval mode.
     """
@@ -213,7 +215,7 @@ def greedy(model: PreTrainedModel, ids: Tensor, count: int, segment_length: int)
 
 @dataclass(frozen=True)
 class PromptRun:
-    """A prompt and the model that runs on it.  Raises the errors of `check_ids`.
+    """A prompt and the model that runs on it.  Making one raises the errors of `check_ids`.
 
     model: a transformers model in eval mode.
     ids: token ids (b, l), on the model's device; (1, l) for packed sequences.
@@ -222,7 +224,7 @@ class PromptRun:
     layers: the layers whose operator calls are captured.
     serving: how a server would run the prompt.  Packed sequences go through the model one by one,
         so that nothing passes from one to the next.
-    head: hidden states -> logits, for decode steps.
+    head: hidden states -> logits; None if the prompt has no decode steps.
     """
 
     model: PreTrainedModel
@@ -243,8 +245,10 @@ class PromptRun:
 
     @property
     def wanted(self) -> dict[int, LayerRef]:
-        """`layers` by decoder index.  Raises BadInputError if there are none, or if the model has
-        another operator, or none, in one of them.
+        """Decoder index -> the layer, for all of `layers`.
+
+        Raises BadInputError if there are none, or if the model has another operator, or none, in
+        one of them.
         """
         if not self.layers:
             raise BadInputError("No layer was selected.")
@@ -288,19 +292,20 @@ class PromptRun:
         handler: Callable[[OperatorCall], Result],
         on_step: Callable[[OperatorCall], object] | None = None,
     ) -> int:
-        """Run the model once with `handler` as its operator.  Returns the number of calls, without
-        decode steps.
+        """Run the model once with `handler` as its operator.  Returns the number of operator calls,
+        without decode steps.
 
         on_step: gets the decode steps, if the prompt has any (`Serving.decode`).
 
-        Exceptions of the handler pass through.  Exceptions of the model's code become
+        Exceptions of `handler` and `on_step` pass through.  Exceptions of the model's code become
         BadInputError, because a config that transformers accepts may still describe a model that
-        does not run.
+        does not run.  But torch.OutOfMemoryError becomes MissingCapabilityError, whichever of them
+        raises it.
         """
         raised_by_handlers: list[BaseException] = []
 
         def noting_errors(function: Callable[[OperatorCall], T]) -> Callable[[OperatorCall], T]:
-            """The handler, which also adds its exceptions to `raised_by_handlers`."""
+            """The function, which also adds its exceptions to `raised_by_handlers`."""
 
             def call_and_note(call: OperatorCall) -> T:
                 try:
@@ -345,7 +350,10 @@ class PromptRun:
                 generate(feed, last, self.head, decode)
 
     def _check(self, count: CallCount) -> None:
-        """Raise BadInputError unless every layer made every call and every decode step."""
+        """Raise BadInputError unless every mixer made every call and every decode step.
+
+        count: the calls and steps of all mixers together.
+        """
         steps = len(self.mixers) * self.serving.decode
         if count["steps"] > steps:
             raise BadInputError(
@@ -392,8 +400,8 @@ def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) 
     """The last hidden states of `prompt.model`, a base model without a head, with `handler` in
     place of its operators: (b, l, hidden) in the model's dtype, on its device.
 
-    `logits` takes some of their positions.  All logits would be too large: 131,072 positions of
-    150,000 logits are 37 GiB in bf16, and their hidden states less than 1 GiB.
+    `logits` takes some of their positions.  All logits would be too large: for 131,072
+    positions, 150,000 logits take 37 GiB in bf16, and hidden states of width 4,096 take 1 GiB.
 
     Raises the errors of `PromptRun.run`.
     """
@@ -424,7 +432,7 @@ def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 class _Output:
-    """A decoder's output that has hidden states and nothing else."""
+    """A decoder's output that has hidden states, and None for everything else."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden

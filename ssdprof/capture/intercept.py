@@ -26,29 +26,32 @@ Result = tuple[torch.Tensor, torch.Tensor | None]  # output, final state
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """A call of an operator that a model makes."""
+    """A call of an operator that a model makes.
+
+    wants_final_state: whether the model asks for the final state.
+    """
 
     mixer: Mixer
     operator: Operator
-    inputs: Inputs  # views of the model's own tensors
+    inputs: Inputs  # the model's own tensors, or views of them
     wants_final_state: bool
     remark: str  # a sentence for the report if the inputs differ from the call, else empty
     original: Callable[[], Any]  # () -> what the model's own function returns for this call
 
     def replacement(self) -> Result:
-        """The operator, computed by ssdprof and not by transformers."""
+        """The result of the operator, computed by ssdprof and not by transformers."""
         return self.operator.binding.replacement(self.inputs)
 
     def run_original(self) -> Result:
-        """The result of the model's own function."""
+        """The result of the model's own function; its final state is None if there is none."""
         result = self.original()
         return result if isinstance(result, tuple) else (result, None)
 
 
 Handler = Callable[[OperatorCall], Result]
 OnStep = Callable[[OperatorCall], object]
-# numbers of the operator's calls, and of calls for one token with a cached state, which the model
-# computes itself
+# how many calls of operators a handler computed ("calls"), and how many for one token with a cached
+# state the model computed itself ("steps")
 CallCount = Counter[Literal["calls", "steps"]]
 
 
@@ -56,7 +59,8 @@ CallCount = Counter[Literal["calls", "steps"]]
 def intercept(
     mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None = None
 ) -> Iterator[CallCount]:
-    """While the context is open, `handler` computes every operator call of `mixers`.
+    """While the context is open, `handler` computes every operator call of `mixers`.  The value of
+    the context counts the calls.
 
     on_step: gets each call for one token with a cached state before the model computes it, because
         the model may overwrite the state.
@@ -102,9 +106,8 @@ def intercept(
     with ExitStack() as restore:
         for mixer in mixers:
             restore.callback(mixer.module.register_forward_pre_hook(entering(mixer)).remove)
-        # one mixer for each global that is replaced
-        callers = {(id(mixer.namespace), mixer.function): mixer for mixer in mixers}
-        for mixer in callers.values():
+        by_global = {(id(mixer.namespace), mixer.function): mixer for mixer in mixers}
+        for mixer in by_global.values():  # any one of the mixers that share a global
             namespace = mixer.namespace
             step = operators.get(mixer.operator).binding.step
             handled = partial(call_handler, mixer.function, namespace[mixer.function])

@@ -40,8 +40,9 @@ class CapturedLayer:
     """The inputs of one call of a layer's operator.
 
     call: which call it is; None: the one on a whole prompt.
-    inputs: token-major, on the model's device, with the model's values and dtypes.
-    remark: a sentence for the report if the inputs differ from what the config says.
+    inputs: token-major, on the device of the replay, with the model's values and dtypes.
+    remark: sentences for the report, such as on how the inputs differ from the model's call; empty
+        if there is nothing to say.
     served: the output that a server recorded, with final states in any dtype; None: there is none.
     slots: slot of each sequence in the server's pool of states; empty if they are not known.
     gap: whether calls of the layer may be missing before this one.
@@ -76,10 +77,11 @@ def capture_layers(
         the layers need more, they are captured in groups, each with its own run of the prompt.  If
         a single layer needs more, the disk is used.
 
-    Returns the number of operator calls.  At any time the inputs of at most one layer are on the
-    model's device.  Whatever ends the capture (an exception of on_layer, Ctrl-C), the model is left
-    as it was.  Raises BadInputError if part of the model bypasses its operator or a token id is
-    beyond the vocabulary, MissingCapabilityError if memory is too small.
+    Returns the number of operator calls in all runs of the prompt, without decode steps.  At any
+    time the inputs of at most one layer are on the model's device.  Whatever ends the capture (an
+    exception of on_layer, Ctrl-C), the model is left as it was.  Raises BadInputError if part of
+    the model bypasses its operator or a token id is beyond the vocabulary, MissingCapabilityError
+    if memory is too small.
     """
     wanted, serving = prompt.wanted, prompt.serving
     if serving.chunk is not None or (prompt.segment_count == 1 and not serving.packed):
@@ -121,8 +123,8 @@ def _passing_on(
         call_ref = next(upcoming[layer.index], None)
         if decode and call_ref is None:
             return
-        # A copy, because the model may overwrite its tensors next, on the device where the model
-        # begins, because the layer may be on another GPU.
+        # `token_major` copies the inputs, because the model may overwrite its tensors next.  The
+        # copy is on the device where the model begins; the layer may be on another GPU.
         on_layer(
             CapturedLayer(
                 layer=layer,
@@ -203,7 +205,7 @@ def _groups(
 
 def capture_bytes_per_token(mixer: Mixer) -> int:
     """Bytes of the operator's inputs for one position of the prompt: the channels of the
-    convolution before the operator, and the gates of every head.
+    convolutions before the operator, and the gates of every head.
     """
     element_bytes = next(mixer.module.parameters()).element_size()
     per_head = operators.get(mixer.operator).binding.gate_bytes(element_bytes, mixer.sizes)
@@ -218,7 +220,9 @@ def gated_heads(module: nn.Module) -> int:
 
 
 def conv_width(module: nn.Module) -> int:
-    """The number of channels of the convolution of a mixer before the operator."""
+    """The number of channels of a mixer's convolutions, of which some models have one, and others
+    one each for queries, keys and values.
+    """
     return sum(child.in_channels for child in module.children() if isinstance(child, nn.Conv1d))
 
 
@@ -309,8 +313,9 @@ class PromptBuffer:
 
 
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in a temporary file without a name.  Raises MissingCapabilityError if the disk is
-    full, so that no access ends in SIGBUS later.
+    """A tensor in a temporary file, whose name is removed at once.
+
+    Raises MissingCapabilityError if the disk is full, so that no access ends in SIGBUS later.
     """
     size = math.prod(shape) * dtype.itemsize
     with tempfile.NamedTemporaryFile(prefix="ssdprof-") as file:

@@ -38,7 +38,7 @@ SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)  # tried for a prompt that doe
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is typed in part
-    """The bytes of the tensors that operations create on a device inside the context.
+    """The bytes of the tensors that operations create on devices of a type inside the context.
 
     now: bytes of the tensors that are alive.  peak: the largest value of `now` so far.
     """
@@ -66,15 +66,15 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
             # torch has it for bf16 only
             return self._count(args[0].new_empty(args[0].shape[0], args[1].shape[-1]))
-        arguments = {_storage(tensor) for tensor in _tensors((args, kwargs or {}))}
+        storages = {_storage(tensor) for tensor in _tensors((args, kwargs or {}))}
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors(out):
-            if _storage(tensor) not in arguments:
+            if _storage(tensor) not in storages:
                 self._count(tensor)
         return out
 
     def _count(self, tensor: Tensor) -> Tensor:
-        """Count a tensor's storage, if it is new, until it is freed."""
+        """Count a tensor's storage, if it is new, until it is freed.  Returns the tensor."""
         storage = tensor.untyped_storage()
         if tensor.device.type == self._device_type and storage not in self._known:
             self._known.add(storage)
@@ -115,7 +115,8 @@ def predict_memory(
     Decode steps are not included, because they have single tokens.
     """
     longest = max(serving.packed, default=seqlen)
-    # tokens in the cache when the last segment runs, which needs the most memory
+    # Tokens in the cache when the last segment runs, which needs the most memory.  The last segment
+    # counts as long as the longest one.
     before = longest - max(stop - start for start, stop in split_prompt(longest, segment_length))
     # whether each layer's inputs are passed on, and replayed, while the model runs
     on_the_way = serving.chunk is not None or not (before or serving.packed)
@@ -126,7 +127,7 @@ def predict_memory(
         if before:
             with intercept(mixers, _outputs):
                 feed(ids[:, :before])
-            live.peak = live.now
+            live.peak = live.now  # a run feeds these tokens in segments, and here they are one
         handler = _Handler(live, wanted if on_the_way else set(), on_gpu=on_gpu)
         with intercept(mixers, handler):
             feed(ids[:, before:])

@@ -1,8 +1,7 @@
 """The prompt of a run: a text, and its token ids from the checkpoint's tokenizer.
 
 The default text, in `text/`, is a megabyte of English reference prose that never changes; README.md
-there names its source.  transformers loads tokenizers; an error message names the file and quotes
-the message of transformers.
+there names its source.  transformers loads tokenizers; an error quotes the message of transformers.
 """
 
 from __future__ import annotations
@@ -179,8 +178,8 @@ def _no_tokenizer(unread: str) -> BadInputError:
 
 
 def _identified(folder: Path, tokenizer: Tokenizer) -> str:
-    """Words that identify a tokenizer by its content, because the folder's name is specific to this
-    machine.
+    """Words that identify a tokenizer: the hash of its tokenizer.json, or its class if it has no
+    such file.  The folder's name is specific to this machine.
     """
     file = folder / VOCABULARY
     if not file.is_file():
@@ -290,11 +289,12 @@ def _pieces(
     opening, body = special[:count], ids[count:]
     body_lengths = [max(length - len(opening), 0) for length in lengths]
     starts = [0, *accumulate(body_lengths[:-1])]
-    needed, longest = sum(body_lengths), max(body_lengths)
+    longest = max(body_lengths)
     words = "one after the other"
-    if needed > len(body):
-        # move the starts together, so that the last piece ends with the text
-        starts = [start * (len(body) - longest) // (needed - longest) for start in starts]
+    if sum(body_lengths) > len(body):
+        # at equal distances, of at least one token: `_first_ids` has refused a shorter text
+        latest = len(body) - longest  # where the longest piece would end with the text
+        starts = [number * latest // (len(lengths) - 1) for number in range(len(lengths))]
         words = "that overlap, because the text is too short for all of them"
     pieces: list[int] = []
     for start, body_length, length in zip(starts, body_lengths, lengths, strict=True):

@@ -55,7 +55,7 @@ from ssdprof.store.reports import dump
 
 
 class StoredCapture(Record):
-    """The result of `ssdprof capture`."""
+    """What `ssdprof capture --json` prints."""
 
     folder: Text
     manifest: CaptureManifest
@@ -101,8 +101,8 @@ def run(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> No
 
 @contextmanager
 def _reported(what: str, codes: list[ExitCode]) -> Iterator[None]:
-    """While the context is open, print an error and append its exit code to `codes`, so that a job
-    after a run does not end the command before the run's report is judged.
+    """A context in which an SsdprofError is printed and its exit code appended to `codes`, so that
+    a job after a run does not end the command before the run's report is judged.
 
     what: the results that are missing after an error, in words.
     """
@@ -116,7 +116,8 @@ def _reported(what: str, codes: list[ExitCode]) -> Iterator[None]:
 def _plan(
     target: Target | Stored, check: Callable[[], object], *, tensor_parallel: int = 1, as_json: bool
 ) -> None:
-    """Show the plan of a dry run, then raise the error that would keep the model from running.
+    """Show the plan of a dry run, then raise the error that would keep the model from running, if
+    there is one.
 
     check: raises what the job would raise before it loads the model.
     """
@@ -127,7 +128,11 @@ def _plan(
 
 
 def _prefill(options: RunOptions, folder: Path) -> ExitCode:
-    """Time and show prefills in the run's folder.  Returns the exit code of `ssdprof prefill`."""
+    """Time and show prefills of the run's model and prompt.  They are stored in the run's folder.
+
+    The implementations, the precision and the baseline are the defaults of `ssdprof prefill`, and
+    not those of the run.  Returns the exit code of `ssdprof prefill`.
+    """
     prefill_options = PrefillOptions(
         **{field.name: getattr(options, field.name) for field in fields(ModelOptions)},
         smallest_difference=options.smallest_difference,
@@ -145,6 +150,8 @@ def _prefill(options: RunOptions, folder: Path) -> ExitCode:
 def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
     """Profile, show and store the stalls of a run.  Returns the exit code of `ssdprof stalls`.
 
+    The layer, the implementations and the precision are the defaults of `ssdprof stalls`.
+
     report: of the run, whose verdict is shown again at the end.
     """
     stalls_options = StallsOptions(
@@ -160,6 +167,9 @@ def _stalls(options: RunOptions, folder: Path, report: Report) -> ExitCode:
 
 def capture(options: CaptureOptions, target: Target | None) -> None:
     """Store the inputs of a model's layers, and print the folder.
+
+    With `--dry-run`, nothing is stored: the plan is shown, or for a recording the folder that it
+    would be stored in.
 
     target: None to convert a recording of a server.
     """
@@ -204,7 +214,7 @@ def bench(
 ) -> None:
     """Time kernels on generated inputs.
 
-    names: of the implementations.  too_large: the sizes that do not fit on this GPU.
+    names: of the implementations.  too_large: the layouts of tokens that `--max-tokens` leaves out.
     """
     watcher = output.watcher_of(ranks)
     with terminal.only_data_on_stdout():
@@ -221,17 +231,20 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
         return
     device = tune_job.gpu_to_tune()
     watcher = TerminalWatcher()
-    improved: list[bool] = []
+    kept_in: set[Path] = set()  # the file with what was found, if anything was
 
     def keep(report: Report, calls: TunedCalls, config: TunedConfig | None) -> None:
         """Store the result of one search at once, so that an interruption loses nothing."""
         tuned.keep(report.environment, calls, config)
-        improved.append(config is not None)
+        gpu = report.environment.gpu
+        if config is not None and gpu:
+            kept_in.add(tuned.file_of(gpu))
 
-    report = tune_job.tune(options, cells, device, watcher, keep)
-    if any(improved) and report.environment.gpu:
-        file = tuned.file_of(report.environment.gpu)
-        watcher.say(f"What was found is kept in {file}.")
+    try:
+        report = tune_job.tune(options, cells, device, watcher, keep)
+    finally:  # also after Ctrl-C
+        for file in kept_in:
+            watcher.say(f"What was found is kept in {file}.")
     if options.json:
         print(dump(report))
     else:
@@ -239,7 +252,9 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
 
 
 def stalls(options: StallsOptions) -> None:
-    """Profile, or read reports of ncu, then print and write the stall report."""
+    """Profile, or read reports of ncu, then print the stall report, and write it as the options
+    say.  Ends with exit code 3 if the report has only a part, because this machine cannot profile.
+    """
     folder = None
     if options.files:
         report = analyse([read(path) for path in options.files])

@@ -26,12 +26,11 @@ from ssdprof.core.words import placement_words, serving_words, size_words
 from ssdprof.errors import ExitCode, harmless
 from ssdprof.progress import Advance, LineWatcher, Watcher
 from ssdprof.report import brief, statements
-from ssdprof.report.document import compose
-from ssdprof.report.terminal import render
 from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import dump
 
-_ETA_FROM = 3600.0  # seconds from which the speed is estimated, since a layer may take minutes
+# The speed for the ETA is that of the last hour: a layer may take minutes.
+_SPEED_PERIOD_S = 3600.0
 
 
 class TerminalWatcher(LineWatcher):
@@ -90,7 +89,7 @@ class TerminalWatcher(LineWatcher):
             console=self._console,
             transient=True,
             auto_refresh=False,
-            speed_estimate_period=_ETA_FROM,
+            speed_estimate_period=_SPEED_PERIOD_S,
         )
 
 
@@ -108,9 +107,7 @@ def finish(folder: Path, report: Report, *, as_json: bool) -> None:
     """Print the report that a command has stored in a folder, and end with exit code 1 unless it
     passed.
     """
-    is_brief = report.kind == "run" or report.of_states
-    shown = brief.render(report) if is_brief else render(compose(report))
-    show(report, shown, as_json=as_json, note=f"Kept in {folder}.")
+    show(report, brief.shown(report), as_json=as_json, note=f"Kept in {folder}.")
     end(report)
 
 
@@ -124,17 +121,19 @@ def show(report: Report, shown: RenderableType, *, as_json: bool, note: str = ""
         terminal.out().print(shown)
 
 
-def end(report: Report) -> None:
+def end(report: Report, *, on_screen: bool = True) -> None:
     """End with exit code 1 unless all requested cases were compared and passed, and all conditions
     hold.
 
-    The reasons are printed on stderr.  For a run these are only the broken conditions, because the
-    report on the screen names the failed cases.
+    The reasons are printed on stderr.  For a run or answers these are only the broken conditions,
+    because the report on the screen names the failed cases.
+
+    on_screen: whether the command shows the report on the screen; else all reasons are printed.
     """
     outcome = Outcome(report)
     if outcome.passed:
         return
-    if report.kind in ("bench", "prefill"):
+    if report.kind in ("bench", "prefill") or not on_screen:
         fail(statements.errors(report))
     fail(f"GATE FAILED: {verdict}" for verdict in outcome.broken)
 
@@ -147,7 +146,7 @@ def fail(lines: Iterable[str]) -> NoReturn:
 
 
 def show_plan(plan: DryRun, *, as_json: bool) -> None:
-    """The plan of --dry-run on stdout."""
+    """Print the plan of --dry-run on stdout."""
     if as_json:
         terminal.print_json(plan.model_dump(mode="json"))
         return

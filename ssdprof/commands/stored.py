@@ -1,8 +1,9 @@
-"""The commands that show what is stored or known, without torch: `ssdprof runs`, `accuracy`,
-`export`, `case`, `compare`, `models`, `doctor` and `schemas`.
+"""The commands that show what is stored or known: `ssdprof runs`, `accuracy`, `export`, `case`,
+`compare`, `models`, `doctor` and `schemas`.  They import no torch, but for `export --format
+flashinfer-bench`.
 
-Here is also the end of `ssdprof record`, which reads the calls that a program has stored, and of a
-command whose child process has died.
+Here are also the end of `ssdprof record`, which reads the calls that a program has stored, and the
+end of a command that ran users' kernels in a child process.
 """
 
 from __future__ import annotations
@@ -57,8 +58,11 @@ else:
     run_job = lazy("ssdprof.jobs.run")
 
 
-_ACCURACY_METRICS = ("match", "rms")  # metrics of gates that `ssdprof accuracy` judges
+# Metrics of the gates in the settings file that `ssdprof accuracy` judges.  It judges gates of its
+# options, and of the run, whatever their metric is.
+_ACCURACY_METRICS = ("match", "rms")
 _COMPARISON_FORMATS = ("markdown", "html", "json")
+# environment variables of GitHub Actions, which name files
 SUMMARY = "GITHUB_STEP_SUMMARY"
 OUTPUT = "GITHUB_OUTPUT"
 _SIGNAL_EXIT_CODE = 128  # shells add the number of a signal that ended a program
@@ -70,8 +74,11 @@ _SIGNAL_EXIT_CODE = 128  # shells add the number of a signal that ended a progra
 def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
     """List the runs in a folder.
 
+    folder: None for the folder `runs` of the working directory.
     history: whether to show a table for each set of runs that compared the same cases, in place of
-        one table of all runs.
+        one table of all runs, unless no run can be read.  JSON is the same with and without it.
+
+    Raises BadInputError for a folder that does not exist.
     """
     if folder is not None and not folder.is_dir():
         raise BadInputError(
@@ -80,12 +87,13 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
         )
     stored = reports.listed(folder or reports.RUNS)
     listed = [ListedRun.of(path.name, report) for path, report in stored]
-    tables = list(brief.history(stored)) if history else [brief.runs(listed)]
+    tables = list(brief.history(stored)) if history else []
+    tables = tables or [brief.runs(listed)]
     if as_json:
         terminal.print_json([run.model_dump(mode="json") for run in listed])
     elif any(tables):
-        for table in tables:
-            terminal.out().print(SplitTable(table))
+        for runs_table in tables:
+            terminal.out().print(SplitTable(runs_table))
     else:
         terminal.say(
             f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'."
@@ -96,11 +104,16 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
 
 
 def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
-    """End the command as the child process ended that ran the user's own kernels.
+    """End the command as its child process ended, which ran the user's own functions.
 
-    If the process died, close and print the report that it was writing.
+    If the child process gave an exit code, it has printed everything.  Without one it died: then
+    the report that it was writing is closed, and the first rank prints it.
 
-    names: of the kernels.  ended: what the child process said, and how it ended.
+    names: of the functions.  ended: what the child process said, and how it ended.
+
+    Raises typer.Exit with the exit code of the child process, or of the report.  If the child
+    process died, raises KeyboardInterrupt if a signal had asked the command to stop, else
+    BadInputError if nothing had been compared.
     """
     code = ended.last("exit")
     if code is not None:
@@ -114,7 +127,7 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
         raise KeyboardInterrupt(f"{reason}.")
     if report is None:
         raise BadInputError(
-            f"{reason}.", "Nothing had been compared yet.  Leave it out, or correct it."
+            f"{reason}.", "Nothing had been compared yet.  Correct your function, or leave it out."
         )
     terminal.say(f"{reason}.")
     if rank != str(FIRST):
@@ -129,7 +142,10 @@ def accuracy(options: options.AccuracyOptions) -> None:
     """Show the accuracy of a stored run, and judge the run again.
 
     A gate of the options replaces a gate of the run on the same value, which replaces a gate of the
-    settings.
+    settings.  `--impl`, `--dtypes` and `--states` select the cases that are shown and judged.
+
+    Raises BadInputError for an implementation that the run did not compare, and
+    MissingCapabilityError for a gate of the options on speed if the run's machine had no GPU.
     """
     of_options = tuple(map(parse_gate, options.gate or ()))
     of_settings = [
@@ -156,9 +172,9 @@ def accuracy(options: options.AccuracyOptions) -> None:
     # the dtype of the inputs has no effect, because states are named
     wanted = precisions_for("fp32", options.intermediates, parse_states(options.states))
     named_states = options.states != "all"
-    table = brief.accuracy_table(report, wanted, every_state=named_states)
+    accuracy_table = brief.accuracy_table(report, wanted, every_state=named_states)
     shown = report.restricted(precisions=wanted)
-    output.show(shown, table, as_json=options.json, note=f"From {folder}.")
+    output.show(shown, accuracy_table, as_json=options.json, note=f"From {folder}.")
     output.end(shown)
 
 
@@ -166,7 +182,11 @@ def accuracy(options: options.AccuracyOptions) -> None:
 
 
 def export(options: options.ExportOptions) -> None:
-    """Write a report in a format, by default that of the file's suffix."""
+    """Write a report in a format.  The default is that of the file's suffix; for stdout, and for a
+    file without a suffix, it is Markdown.
+
+    Exit code 1 says that the report did not pass.  The reasons are printed on stderr.
+    """
     format_name: str
     if options.format is not None:
         format_name = options.format
@@ -198,11 +218,15 @@ def export(options: options.ExportOptions) -> None:
         target = _target(options.output, force=options.force)
         text = documents.exported(format_name, folder, report, target)
         _write(text, target, force=options.force, source=f" from {folder}")
-    output.end(report)
+    output.end(report, on_screen=False)
 
 
 def _to_workloads(options: options.ExportOptions) -> None:
-    """Write captures as workloads for flashinfer-bench, into a folder."""
+    """Write captures as workloads for flashinfer-bench, into a folder.
+
+    They are in the folder that the options name, or in the run that they name; without a name, in
+    the latest run.
+    """
     if options.output is None:
         raise BadInputError(f"--format {options.format} writes a folder.", "Name it: -o DIR.")
     if options.output.is_dir() and any(options.output.iterdir()) and not options.force:
@@ -240,7 +264,7 @@ def _to_github(report: Report) -> None:
 def _target(file: Path | None, *, force: bool) -> Path | None:
     """The file of `-o`; None for stdout, which "-" stands for, too.
 
-    Raises BadInputError if it cannot be written.
+    Raises the errors of `files.check_target` if it cannot be written.
     """
     if file is None or str(file) == "-":
         return None
@@ -249,7 +273,10 @@ def _target(file: Path | None, *, force: bool) -> Path | None:
 
 
 def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> None:
-    """Write a text into a file, or to stdout if there is none.  source: ends the message."""
+    """Write a text into a file and say so on stderr, or print it on stdout if there is no file.
+
+    source: the end of what is said, such as " from FOLDER".
+    """
     if target is None:
         print(text)
     else:
@@ -259,25 +286,44 @@ def _write(text: str, target: Path | None, *, force: bool, source: str = "") -> 
 
 # --- case
 
-# Python code that loads the tensors of a failed call and computes the call again.
+# Python code that loads the tensors of a failed call and computes the call again.  It prints what
+# is known before it calls the kernel, which may end the process.
 _SCRIPT = """{title}
 
-import pathlib, torch, ssdprof
+import faulthandler, pathlib, sys, torch, ssdprof
 
+print(__doc__)
 call = ssdprof.load_call(pathlib.Path(__file__).with_name("{file}"))
-for title, output in ("kept", call.actual), ("now", call.run()):
-    for name, actual, expected in zip(("out", "final_states"), output or (), call.expected):
+
+
+def show(title, output):
+    for name, actual, expected in zip(("out", "final_states"), output, call.expected):
         error = (actual.double() - expected.double()).abs().nan_to_num(torch.inf)
         error[expected.isnan()] = 0  # padded rows
         place = tuple(map(int, torch.unravel_index(error.argmax(), error.shape)))
         values = f"{{actual[place]:.6g}}, expected {{expected[place]:.6g}}"
         print(f"{{title}}: {{name}}, largest error {{error.max():.3g}} at {{place}}: {{values}}")
+
+
+if call.actual is None:
+    print("kept: no output, because the call did not return one")
+else:
+    show("kept", call.actual)
+tensors = call.inputs.tensors.items()
+inputs = ", ".join(f"{{name}} {{tuple(tensor.shape)}} {{tensor.dtype}}" for name, tensor in tensors)
+print(f"now: {{call.word}} ({{call.precision}}) is called with {{inputs}}")
+print("now: if this is the last line, the call ended this process", flush=True)
+faulthandler.enable(sys.__stderr__)  # prints the line of Python that a signal such as SIGSEGV ended
+show("now", call.run())
 """
 
 
 def case(options: options.CaseOptions) -> None:
-    """Print the command that runs a case of a report again, or the case as JSON, or save the call
-    that failed.
+    """Print the result of a case and the command that runs it again; with `--json`, print the case;
+    with `--save`, write the calls that failed.
+
+    Raises BadInputError for a case that the report does not have, for `--save` if no call of it is
+    stored, and for the command of a report that `ssdprof.compare` made.
     """
     kinds = () if options.run else reports.KINDS
     folder, report = reports.load(options.run, *kinds)
@@ -303,25 +349,28 @@ def case(options: options.CaseOptions) -> None:
 def _save_failure(folder: Path, case: Case, target: Path) -> None:
     """Copy the stored tensors of a case's failed calls, and write a script for each call.
 
-    folder: where a run stores such tensors.
+    folder: where the report stores such tensors.  target: the folder to write to, which is made.
+
+    Raises BadInputError if the report stores none of this case, and the errors of
+    `files.unwritable`.
     """
     stored = sorted(folder.glob(f"{case.id}*.safetensors"))
     if not stored:
+        # the files are ID.safetensors, and ID-LAW.safetensors for a broken law
         ids = {file.stem.partition("-")[0] for file in folder.glob("*")}
         raise BadInputError(
             f"The run kept no tensors of {case.name}.",
-            "It keeps those of the first call of each implementation that fails, or breaks a law: "
-            f"{', '.join(sorted(ids)) or 'none here'}.",
+            "It keeps those of the first call of each implementation that fails, or breaks a law; "
+            f"here: {', '.join(sorted(ids)) or 'none'}.",
         )
     try:
         target.mkdir(parents=True, exist_ok=True)
+        for file in stored:
+            shutil.copy(file, target)
     except OSError as error:
-        raise BadInputError(
-            f"The folder {target} cannot be made: {error.strerror}.", "Name another folder."
-        ) from None
+        raise files.unwritable(target, error) from error
     for file in stored:
         script = target / f"{file.stem}.py"
-        shutil.copy(file, target)
         title = repr(f"{case.name}: {case.why or file.stem}")
         files.write_text(script, _SCRIPT.format(title=title, file=file.name), replace=True)
         terminal.say(f"Wrote {target / file.name} and {script}.")
@@ -331,15 +380,18 @@ def _save_failure(folder: Path, case: Case, target: Path) -> None:
 
 
 def compare(options: options.CompareOptions) -> None:
-    """Compare two stored reports, and end with exit code 1 if a change is not allowed."""
+    """Compare two stored reports, and end with exit code 1 if a change is not allowed or nothing
+    could be compared.
+    """
     if options.json and options.format not in (None, "json"):
         raise both("--json", f"--format {options.format}")
     stored = settings.load(options.config).compare
     texts = stored.fail_if if options.fail_if is None else options.fail_if
     allowed = tuple(map(parse_change, texts))
-    smallest = parse_percent(
-        "--smallest-difference", options.smallest_difference or stored.smallest_difference or "1%"
-    )
+    smallest_text = options.smallest_difference
+    if smallest_text is None:
+        smallest_text = stored.smallest_difference
+    smallest = parse_percent("--smallest-difference", smallest_text)
     target = _target(options.output, force=options.force)
     format_name: str = options.format or "screen"
     if options.json:
@@ -383,7 +435,7 @@ def _comparison_text(compared: pairs.Comparison, document: Document, format_name
 
 
 def models(*, as_json: bool) -> None:
-    """A table of checkpoints for each family."""
+    """Print a table of checkpoints for each family."""
     if as_json:
         terminal.print_json([asdict(row) for row in FAMILIES])
         return
@@ -397,7 +449,10 @@ def models(*, as_json: bool) -> None:
 
 
 def _checkpoint(checkpoint: KnownCheckpoint, template: str) -> TableRow:
-    """The row of a checkpoint.  template: the operator's sizes in words."""
+    """The row of a checkpoint.
+
+    template: a format string for the operator's sizes, whose fields are keys of `dims`.
+    """
     layers = "not known"
     if checkpoint.operator_layers:
         layers = f"{checkpoint.operator_layers} of {checkpoint.layers}"
@@ -433,8 +488,9 @@ def doctor(checks: Sequence[Check], *, as_json: bool) -> None:
 # --- schemas
 
 _DRY = "run --dry-run, capture --dry-run, answers --dry-run"
-# Name of a document -> the commands that print it, and its type, with [] after it for a list.  The
-# version in a name is also a field of the document.
+# Name of a document -> the commands that print it, and its type, with [] after it for a list.  In
+# "report-v4", 4 is the version of the format, which a report also has in a field.  Users write
+# settings: no command prints them.
 SCHEMAS = {
     "report-v4": (
         "run, accuracy, answers, prefill, bench, tune, export",
@@ -486,9 +542,10 @@ def schemas(name: str | None) -> None:
 
 def record(options: RecordOptions, code: int, nothing_stored: str) -> None:
     """Make a capture of the calls that a program stored, or print why it stored none, and end as
-    the program ended.
+    the program ended, even if no capture can be made of the calls.
 
-    code: its exit code; if negative, the number of the signal that ended it.
+    code: the program's exit code; for a signal that ended it, minus the signal's number.
+    nothing_stored: why the program stored no calls; empty if it stored some.
     """
     if nothing_stored:
         terminal.say(nothing_stored)
@@ -520,7 +577,7 @@ def _end_by_signal(number: int) -> None:
     """End this process by the signal that ended the program, without writing a core file."""
     sys.stdout.flush()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # SIGKILL has no handler to reset
+    with suppress(OSError):  # the handlers of SIGKILL and SIGSTOP cannot be set
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     raise typer.Exit(_SIGNAL_EXIT_CODE + number)  # if the signal does not end a process

@@ -17,9 +17,9 @@ from ssdprof.errors import BadInputError, MissingCapabilityError, harmless, mask
 
 
 class LossyFile(io.FileIO):
-    """A file of progress and warnings, which drops what cannot be written.
+    """A file for progress and warnings.  What cannot be written to it is dropped.
 
-    Nothing is lost with them if the reader has gone or the disk is full.
+    A command goes on if the reader of its progress has gone, or if the disk with its log is full.
     """
 
     def write(self, data: Any) -> int:
@@ -38,11 +38,11 @@ def lossy_stream(number: int, *, close: bool) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, errors="backslashreplace", line_buffering=True)
 
 
-WIDTH_OF_A_PIPE = 120  # characters; also of a file
+WIDTH_OF_A_PIPE = 120  # characters; also the width of a file
 READER_IS_GONE = 141  # the exit code in shells of a writer that SIGPIPE ended
 
 
-def reader_is_gone() -> NoReturn:
+def end_without_reader() -> NoReturn:
     """End without a message when the reader of stdout has closed it, as `head` does."""
     drop_output()
     raise SystemExit(READER_IS_GONE)
@@ -116,7 +116,7 @@ def out() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=WIDTH_OF_A_PIPE)
-    console.on_broken_pipe = reader_is_gone  # type: ignore[method-assign]
+    console.on_broken_pipe = end_without_reader  # type: ignore[method-assign]
     return console
 
 

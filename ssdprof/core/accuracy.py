@@ -23,8 +23,9 @@ from ssdprof.core.base import (
     Text,
 )
 
-# A share of matches says something only if the largest value of the tensor is this many times the
-# tolerance: below, nearly every element is within the tolerance, whatever was computed.
+# A share of matches is judged and shown only if the largest value of the tensor is at least this
+# many times the tolerance.  With smaller values the tolerance is a large part of most elements, and
+# the share says little.
 LEAST_VALUE: Final = 50
 
 

@@ -86,6 +86,7 @@ class Metric:
     gate, change: examples of limits, for hints.
     choices: what may follow @; None if any name may.
     default: what is assumed to follow @ if nothing does.
+    is_whole: whether all values are whole numbers; then limits are, too, unless in percent.
     if_missing: why a case that passed has no value, in words.
     """
 
@@ -95,6 +96,7 @@ class Metric:
     change: str
     unit: str = ""
     more_is_better: bool = False
+    is_whole: bool = False
     choices: tuple[str, ...] | None = ()
     default: str = ""
     if_missing: str = "no such value"
@@ -226,6 +228,7 @@ METRICS: dict[str, Metric] = {
         gate="1e9",
         change="base+5%",
         unit=" bytes",
+        is_whole=True,
         if_missing="its memory was not measured",
     ),
     "launches": Metric(
@@ -233,6 +236,7 @@ METRICS: dict[str, Metric] = {
         applies=_is_call,
         gate="2",
         change="base+0",
+        is_whole=True,
         if_missing="its launches were not recorded",
     ),
     STATE_BREAKS: Metric(
@@ -240,6 +244,7 @@ METRICS: dict[str, Metric] = {
         applies=lambda case: case.layer is not None,
         gate="0",
         change="base+0",
+        is_whole=True,
     ),
     KEPT_STEPS: Metric(
         value=_kept_steps,
@@ -248,6 +253,7 @@ METRICS: dict[str, Metric] = {
         change="base-0",
         unit=" steps",
         more_is_better=True,
+        is_whole=True,
         choices=None,
     ),
     "kl": Metric(
@@ -346,7 +352,8 @@ def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.
         # changes of a metric in percent are in percentage points, and have no % themselves
         has_wrong_unit = percent and metric.is_percent
         fits = parts["sign"] == sign_of_worse and not has_wrong_unit
-    if math.isinf(limit) or not fits:
+    is_fraction = metric.is_whole and not percent and not limit.is_integer()
+    if math.isinf(limit) or is_fraction or not fits:
         raise BadInputError(f"The {what} {text!r} has a limit that does not fit {name}.", hint)
     return at, limit, parts
 

@@ -392,11 +392,15 @@ def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
     those in the settings file.
 
     Raises BadInputError for options and for gates on the command line that have no effect with
-    --decode-states, and for --decode-step without it.
+    --decode-states, such as one on a format that it does not name; without it, for --decode-step
+    and for gates on kept steps.
     """
     if not options.decode_states:
+        needing = [f"--gate {text}" for text in options.gate or () if text.startswith(KEPT_STEPS)]
         if options.decode_step > 1:
-            raise BadInputError("--decode-step needs --decode-states.", "Give both, or neither.")
+            needing.append("--decode-step")
+        if needing:
+            raise BadInputError(f"{needing[0]} needs --decode-states.", "Give both, or neither.")
         return options
     defaults = {option.name: option.default for option in fields(options)}
     for _, flag, parameter in declared.flags(type(options)):
@@ -404,11 +408,14 @@ def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
         if name in _NO_EFFECT_ON_DECODING and getattr(options, name) != defaults[name]:
             reason = "it decodes by 'recurrent', and times nothing"
             raise reading.both("--decode-states", flag, reason, f"Leave out {flag}.")
+    formats = [state_format.name for state_format in options.decode_states]
     gates = [gate for gate in options.conditions if gate.metric == KEPT_STEPS]
+    texts = [gate.text for gate in gates if gate.at in ("", *formats)]
     for text in options.gate or ():
-        if text not in [gate.text for gate in gates]:
-            hint = "Write kept-steps@int8:1000."
-            raise reading.both("--decode-states", f"--gate {text}", hint=hint)
+        if text not in texts:
+            decoded = f"--decode-states {','.join(formats)}"
+            hint = f"Write kept-steps@{formats[0]}:1000."
+            raise reading.both(decoded, f"--gate {text}", hint=hint)
     return replace(options, conditions=tuple(gates))
 
 

@@ -17,7 +17,7 @@ from ssdprof.core.pairs import compared
 from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.report import calls, model, states, terminal
-from ssdprof.report.document import heading
+from ssdprof.report.document import compose, heading
 from ssdprof.report.facts import gpu_name, meanings, origin, when
 from ssdprof.report.groups import Group, Series, groups
 from ssdprof.report.statements import (
@@ -56,6 +56,15 @@ def render(report: Report) -> RenderableType:
     answers are whole, so that many formats or prompts need more than a screen.
     """
     return Renderables(*_parts(report))
+
+
+def shown(report: Report) -> RenderableType:
+    """A report as the command shows it that made it: a run or decoded states on one screen, and any
+    other report with all of its tables.
+    """
+    if report.kind == "run" or report.of_states:
+        return render(report)
+    return terminal.render(compose(report))
 
 
 def _parts(report: Report) -> Iterator[RenderableType]:

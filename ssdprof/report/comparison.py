@@ -153,24 +153,25 @@ def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
             passed.append(change)
     if passed:
         yield VerdictLine(f"PASSED: no case violates {fmt.words(passed, 'or')}.")
-    times = _times(comparison)
     if reason := comparison.nothing_compared:
-        yield VerdictLine(f"FAILED: nothing was compared: {reason} ({times}).", False)
+        counts = _times(comparison, comparison.pairs)
+        yield VerdictLine(f"FAILED: nothing was compared: {reason} ({counts}).", False)
         return
-    compared_count = sum(not pair.apart for pair in comparison.pairs)
-    summary = (
-        f"Compared {compared_count:,} of {fmt.plural(len(comparison.pairs), 'case')}.  "
-        f"Time: {times}."
-    )
+    in_both = [pair for pair in comparison.pairs if pair.base and pair.new]
+    summary = f"Compared {fmt.plural(len(in_both), 'case')}."
+    unpaired = [pair.verdict for pair in comparison.pairs if not (pair.base and pair.new)]
+    if unpaired:
+        summary += f"  Not compared: {_counts(unpaired)}."
+    summary += f"  Time: {_times(comparison, in_both)}."
     if changes := _counts(filter(None, map(_accuracy_change, comparison.pairs))):
         summary += f"  Accuracy: {changes}."
     yield VerdictLine(summary)
 
 
-def _times(comparison: Comparison) -> str:
+def _times(comparison: Comparison, pairs: Iterable[CasePair]) -> str:
     """How many pairs have which verdict: "4 no difference within 1.0%, 1 slower"."""
     within = f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"
-    verdicts = (pair.verdict for pair in comparison.pairs)
+    verdicts = (pair.verdict for pair in pairs)
     return _counts(within if verdict == "no difference" else verdict for verdict in verdicts)
 
 

@@ -270,7 +270,7 @@ def test_a_changed_entry_of_the_manifest(stored: Path, change: Callable[[Any], o
     ("content", "words"),
     [
         *(
-            (json.dumps({"version": v, "checkpoint": 1}).encode(), f"has version {v}; this")
+            (json.dumps({"version": v, "checkpoint": 1}).encode(), f"has format version {v}; this")
             for v in (0, 5, None, "1")
         ),
         (b"[]", "holds no JSON object"),

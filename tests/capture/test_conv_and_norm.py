@@ -70,7 +70,7 @@ def test_another_norm_is_left_to_the_model_and_named():
     sites[0].module.norm = Sigmoid()
     assert norm_form(sites[0].module.norm) is None
     bundled = ConvAndNorm(sites)
-    assert bundled.left_to_model == ("1 gated norms of a form that the kernel does not have",)
+    assert bundled.left_to_model == ("1 gated norm of a form that the kernel does not have",)
     with bundled.installed():
         assert "forward" not in vars(sites[0].module.norm)
         assert "forward" in vars(sites[1].module.norm)

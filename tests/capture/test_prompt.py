@@ -292,14 +292,14 @@ def test_a_token_behind_a_text_does_not_keep_that_in_front_from_every_row():
             return {"input_ids": [0, *map(ord, text), 1]}
 
     ids, _ = _pieces(Both(), Both()("abcdef")["input_ids"][:6], (3, 3))
-    assert ids == [0, ord("a"), ord("b"), 0, ord("c"), ord("d")]
+    assert ids == [0, *b"ab", 0, *b"cd"]
+    ids, _ = _pieces(Both(), Both()("abcdefgh")["input_ids"][:9], (6, 2, 2, 6))
+    assert ids == [0, *b"abcde", 0, *b"b", 0, *b"c", 0, *b"defgh"], "short pieces differ, too"
 
 
 def test_pieces_of_a_short_text_overlap_and_differ(tokenizer_folder: Path, tmp_path):
     file = tmp_path / "text.txt"
     file.write_bytes(default_text()[:400])
-    whole = len(build_prompt(tokenizer_folder, 60, kind="file", file=file)[0][0])
-    assert whole == 60
     ids, prompt = build_prompt(tokenizer_folder, 60, kind="file", file=file, batch=5)
     assert len({tuple(row) for row in ids.tolist()}) == 5
     assert "5 pieces of it that overlap" in prompt.source

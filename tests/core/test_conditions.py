@@ -43,6 +43,7 @@ def places(name: str) -> list[str]:
 def test_every_gate_in_its_own_unit_is_read(data: st.DataObject, limit: float, name: str):
     metric = METRICS[name]
     at = data.draw(st.sampled_from(["", *places(name)]))
+    limit = round(limit) if metric.is_whole else limit
     limit = float(f"{limit % 100 if metric.is_percent else limit:g}")
     text = f"{name}{f'@{at}' if at else ''}:{limit:g}{'%' if metric.is_percent else ''}"
     at = at or ("1e-3" if name == "match" else "")
@@ -54,7 +55,7 @@ def test_every_change_to_the_worse_is_read(data: st.DataObject, limit: float, na
     metric = METRICS[name]
     at = data.draw(st.sampled_from(["", *places(name)]))
     relative = not metric.is_percent and data.draw(st.booleans())
-    limit = float(f"{limit:g}")
+    limit = float(f"{round(limit) if metric.is_whole else limit:g}")
     sign = "-" if metric.more_is_better else "+"
     unit = "%" if relative else ""
     text = f"{name}{f'@{at}' if at else ''}:base{sign}{limit:g}{unit}"
@@ -90,6 +91,7 @@ match@1e-4:99% => has an unknown word after @ => match takes 0, 1e-3, 1e-2.
 rms@1e-3:1 => has an unknown word after @ => rms takes no @.
 time@gpu:3 => has an unknown word after @ => time takes call, device.
 rms:9e999 => does not fit rms => rms:1.5
+state-breaks:0.5 => does not fit state-breaks => Write state-breaks:0.
 """
 CHANGES = """\
 mtach:base-1 => is of an unknown metric => Did you mean match?
@@ -101,6 +103,7 @@ match:base+0.1 => does not fit match => Write match:base-0.1.
 match:base-0.1% => does not fit match => Write match:base-0.1.
 match@1e-4:base-0.1 => has an unknown word after @ => match takes 0, 1e-3, 1e-2.
 rms@1e-3:base+1% => has an unknown word after @ => rms takes no @.
+launches:base+0.5 => does not fit launches => Write launches:base+0.
 launches:base-1 => does not fit launches => Write launches:base+0.
 kl:base+9e999 => does not fit kl => Write kl:base+0.001.
  => is of an unknown metric => Choose from: speedup

@@ -161,7 +161,9 @@ WRONG = """\
 --decode-states int8:fixed=0 => 2 => 'int8:fixed=0' names no scale of states.
 --decode-step 4 => 2 => --decode-step needs --decode-states.
 --decode-states fp32 --budget 9 => 2 => --decode-states and --budget cannot be combined
+--gate kept-steps:9 => 2 => --gate kept-steps:9 needs --decode-states.
 --decode-states fp32 --gate rms:2 => 2 => and --gate rms:2 cannot be combined
+--decode-states fp32 --gate kept-steps@int9:5 => 2 => hint: Write kept-steps@fp32:1000.
 --decode-states fp32 --gate kept-steps:99 => 1 => kept-steps:99: 2x4x4x1, bf16, decoded
 --decode-states mine:short => 1 => mine:short must return a tensor (1, 2, 4, 4), not
 --decode-states fp32,mine:broken => 1 => RuntimeError: boom (mine.py:

@@ -496,7 +496,7 @@ def test_a_find_holds_for_one_version_of_the_kernels_one_gpu_and_one_triton(monk
         ("{", "", "is not valid JSON: "),
         ('"segment": 4', '"segment": 0', "is damaged: segment is 0, not "),
         ('"long_count": 0', '"long_count": 1', "is damaged: "),
-        ('"version": 4', '"version": 3', "has version 3; this ssdprof reads 4."),
+        ('"version": 4', '"version": 3', "has format version 3; this ssdprof reads version 4."),
     ],
 )
 def test_what_cannot_be_read_is_said(before, after, why):

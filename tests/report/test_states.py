@@ -110,7 +110,9 @@ def test_heads_are_grouped_by_how_long_they_remember():
 def test_the_sentence_names_the_smallest_pool_that_keeps_every_head(
     made: tuple[Case, ...], sentence
 ):
-    assert f"In short: {sentence}" in " ".join(printed(brief.render(of_states(*made))).split())
+    assert f"In short: {sentence}" in " ".join(
+        printed(brief.shown(of_states(*made).changed(kind="bench"))).split()
+    )
 
 
 def test_nothing_is_advised_where_no_format_ran():

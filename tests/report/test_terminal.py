@@ -332,4 +332,3 @@ def test_the_history_has_a_line_for_each_commit():
     ]
     untimed = list(brief.history([run(0, "a", 1, gpu=False)]))
     assert untimed[0].rows[0][4] == "-"
-    assert list(brief.history([(Path("x"), BadInputError("It is damaged."))])) == []

@@ -243,7 +243,7 @@ def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path):
         ("[]", "no JSON object"),
         ("{}", "not a document of ssdprof"),
         ('{"stalls_version": 4}', "damaged: ssdprof_version is missing"),
-        ('{"stalls_version": 99}', "version 99; this ssdprof reads 4"),
+        ('{"stalls_version": 99}', "version 99; this ssdprof reads version 4"),
     ):
         file.write_text(text)
         with pytest.raises(BadInputError, match=words):

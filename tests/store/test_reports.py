@@ -468,7 +468,7 @@ GOOD = dump(cases.report(layers=(0,)))
 
 # what is replaced in the text => by what => what is said
 DAMAGED = """\
-"version": 4 => "version": 99 => has version 99; this ssdprof reads 4
+"version": 4 => "version": 99 => has format version 99; this ssdprof reads version 4
 "kind": "run" => "kind": "sweep" => kind is 'sweep', not 'run', 'bench'
 "target" => "subjekt" => target is missing
 "elements": 1000 => "elements": 0 => elements is 0, not above 0
