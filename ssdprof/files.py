@@ -301,9 +301,10 @@ def safe_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:80] or "model"
 
 
-def why(error: OSError) -> str:
+def why(error: Exception) -> str:
     """The reason of an error for the end of a sentence: "no such file or directory"."""
-    return (error.strerror or str(error)).lower()
+    reason = error.strerror if isinstance(error, OSError) else None
+    return (reason or str(error)).lower()
 
 
 def _flush(path: Path) -> None:
