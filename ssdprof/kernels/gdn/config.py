@@ -163,7 +163,8 @@ class GDNPortableConfig:
         sequences = 1 if batch_invariant else inputs.sequences
         rows = 1 if batch_invariant else inputs.v.shape[0]  # a pack is one row
         uncut = batch_invariant and inputs.cu_seqlens is not None
-        # of one row; 0 chooses as for few, because more would depend on other sequences of the pack
+        # Chunks of one row.  For a pack that is not cut, 0 gives the tiles of a short sequence: the
+        # length of the pack depends on its other sequences.
         chunks = 0 if uncut else triton.cdiv(inputs.v.shape[1], CALL_CHUNK)
         wide_slices = heads * triton.cdiv(value_dim, 128)
         many_chunks = rows * chunks * wide_slices / sm_count >= _ENOUGH_CHUNKS

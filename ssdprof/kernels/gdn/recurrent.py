@@ -166,8 +166,7 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
     """
     (
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, slots_ptr,
-        accepted_ptr, writes_ptr, out_ptr,
-        states_ptr,
+        accepted_ptr, writes_ptr, out_ptr, states_ptr,
     ) = tensors  # fmt: skip
     (
         q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides,

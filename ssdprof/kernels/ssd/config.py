@@ -359,14 +359,6 @@ BMM_CHUNK: ConfigTable = (
 )
 
 
-_SCAN_NAMES = ("block_q", "block_p", "block_s", "block_n", "num_warps", "num_stages")
-
-
-def _scan(*values: int) -> dict[str, int]:
-    """The configuration of a row of `CHUNK_SCAN` from its values in the order of `_SCAN_NAMES`."""
-    return dict(zip(_SCAN_NAMES, values, strict=True))
-
-
 _FEW_ROW_BLOCKS = (
     "a whole head, so that no score is computed twice; 128 rows, because each block of rows reads "
     "the entering state again"
@@ -380,15 +372,44 @@ _SLICED = (
 # blocks of 32 source positions and more than one stage, Triton 3.6 to 3.8 overwrites registers of a
 # product's operand while the product may still read them (`tests/kernels/operand_races.py`).
 CHUNK_SCAN: ConfigTable = (
-    _row(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
     _row(
-        gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS
+        wide=True,
+        take=dict(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=8, num_stages=2),
+        why=_LARGE,
     ),
-    _row(gate=False, headdim=64, take=_scan(128, 64, 16, 32, 4, 3), why=_FEW_ROW_BLOCKS + _SLICED),
-    _row(headdim=64, dstate=128, take=_scan(64, 64, 32, 128, 4, 1), why=_WOULD_SPILL),
-    _row(headdim=64, take=_scan(64, 64, 16, 32, 4, 3), why=_WOULD_SPILL + _SLICED),
-    _row(dstate=128, take=_scan(64, 128, 32, 128, 8, 1), why=_WOULD_SPILL),
-    _row(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
+    _row(
+        gate=False,
+        headdim=64,
+        dstate=128,
+        take=dict(block_q=128, block_p=64, block_s=16, block_n=128, num_warps=4, num_stages=3),
+        why=_FEW_ROW_BLOCKS,
+    ),
+    _row(
+        gate=False,
+        headdim=64,
+        take=dict(block_q=128, block_p=64, block_s=16, block_n=32, num_warps=4, num_stages=3),
+        why=_FEW_ROW_BLOCKS + _SLICED,
+    ),
+    _row(
+        headdim=64,
+        dstate=128,
+        take=dict(block_q=64, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=1),
+        why=_WOULD_SPILL,
+    ),
+    _row(
+        headdim=64,
+        take=dict(block_q=64, block_p=64, block_s=16, block_n=32, num_warps=4, num_stages=3),
+        why=_WOULD_SPILL + _SLICED,
+    ),
+    _row(
+        dstate=128,
+        take=dict(block_q=64, block_p=128, block_s=32, block_n=128, num_warps=8, num_stages=1),
+        why=_WOULD_SPILL,
+    ),
+    _row(
+        take=dict(block_q=64, block_p=128, block_s=16, block_n=32, num_warps=8, num_stages=3),
+        why=_WOULD_SPILL + _SLICED,
+    ),
 )
 UNFUSED: Mapping[str, ConfigTable] = {
     # heads are innermost in dt_raw: 16 of them, in 16 bit, fill a sector of 32 bytes

@@ -120,7 +120,7 @@ def _kda_whole_kernel(
     batch = gl.where(S.PACKED, 0, sequence.index).to(gl.int64)
     rings = allocate(q_desc.dtype, g_desc.dtype, S)
     begin_barriers(rings)
-    role_barrier()
+    role_barrier()  # the mbarriers are initialised before any role uses them
     env = KDAWhole(
         (q_desc, k_desc, g_desc, v_desc, out_desc),
         rings,
