@@ -75,7 +75,7 @@ STAGES = {
     "between_halves": "solve_tril", "leaf_inverses": "solve_tril",
     "unit_lower_inverse": "solve_tril", "operand_terms": "solve_tril",
     "_gdn_factors_kernel": "setup", "log2_decays": "gate_cumsum", "chunks_to_forget": "warm_up",
-    "take_state": "setup", "leave_state": "setup.store",
+    "take_state": "setup", "store_state": "setup.store",
     "residual": "chunk_state.residual", "next_state": "chunk_state.update",
     "_gdn_scan_kernel": "setup", "segment_of_program": "setup",
 }  # fmt: skip
@@ -401,7 +401,7 @@ def take_state(ptr, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK
 
 
 @triton.jit
-def leave_state(
+def store_state(
     ptr, state, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Store a slice of V of a state.  Arguments are those of `take_state`."""
@@ -637,7 +637,7 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     # stage setup.store
     if stop == nchunks:
         final_ptr = final_states_ptr + ptr_offset(state_index, final_states_strides)
-        leave_state(
+        store_state(
             final_ptr, state, state_k, state_v, final_states_strides, m_value, S.KEY_DIM, S.BLOCK_K
         )
 

@@ -51,12 +51,12 @@ from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     FactorShapes,
     first_slot,
-    leave_state,
     load_rows,
     operand_shapes,
     options_of,
     options_of_factors,
     piece_of_slot,
+    store_state,
     take_state,
     two_launches,
     unit_lower_inverse,
@@ -382,7 +382,7 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
 
     # stage setup.store
     final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
-    leave_state(final_ptr, state, state_k, state_v, final_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
+    store_state(final_ptr, state, state_k, state_v, final_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
 
 
 def factor_shapes(

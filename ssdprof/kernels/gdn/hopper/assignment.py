@@ -187,13 +187,13 @@ def bounds_of(bounds, head, sequence):
 
 
 @gluon.jit
-def first_segment_extra(bounds_ptr, last, truncation_log2):
+def first_segment_extra(bounds_ptr, first_of_last, truncation_log2):
     """Chunks by which a head's first segment is longer than the others, because it has no first
     pass: the cost of the last segment's first pass, in chunks of the second pass.
 
-    bounds_ptr: see `bounds_of`.  last: about the first chunk of the last segment
+    bounds_ptr: see `bounds_of`.  first_of_last: about the first chunk of the last segment
     """
-    return first_pass_of(bounds_ptr, last, truncation_log2) * FIRST_PASS_16THS // 16
+    return first_pass_of(bounds_ptr, first_of_last, truncation_log2) * FIRST_PASS_16THS // 16
 
 
 @gluon.jit

@@ -165,9 +165,9 @@ def first_passes(
     bounds_ptr = bounds_of(bounds, row % S.HEADS, sequence)
     # rows that are slow because that of the last segment is
     late = exists & (first > least_first_pass)
-    last = gl.where(late, (length - 1) // segment_chunks * segment_chunks, 0)
+    first_of_last = gl.where(late, (length - 1) // segment_chunks * segment_chunks, 0)
     back_of_last = reach_back(
-        last, late, bounds_ptr, longest_first_pass, truncation_log2, LOOK, layout
+        first_of_last, late, bounds_ptr, longest_first_pass, truncation_log2, LOOK, layout
     )
     slow = late & (back_of_last > longest_first_pass)
     # the other rows
