@@ -68,11 +68,6 @@ class Chunks:
         )
         return cls(inputs=inputs, size=size, count=count, spans=spans, bounds=bounds)
 
-    @property
-    def total(self) -> int:
-        """The number of chunks in all rows of the batch."""
-        return self.inputs.values.shape[0] * self.count
-
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A new tensor (batch, count, *sizes)."""
         return torch.empty(
@@ -100,7 +95,7 @@ class Chunks:
         """
         launch(
             kernel,
-            self.total * programs,
+            self.inputs.values.shape[0] * self.count * programs,
             (*read, self.spans, *written),
             (strides_of_each(*read, *written), self.inputs.length, heads, self.count, *scalars),
             CHUNK_SIZE=self.size,

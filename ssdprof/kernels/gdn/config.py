@@ -188,6 +188,7 @@ class GDNPortableConfig:
         """
         key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
         block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+        # of these V, at most a quarter of slices of 128 is padding
         wide = key_dim in (64, 96, 128) and value_dim > 64 and value_dim % 64 == 0 and many_chunks
         block_k = min(_largest_block_k(capability[0], key_dim, wide=wide), block_k)
         narrow = 32 if key_dim <= 192 else 16  # columns of a slice of V for which registers suffice
