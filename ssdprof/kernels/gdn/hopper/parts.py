@@ -455,9 +455,8 @@ def _combine_kernel(
         N = tl.load(parts_ptr + offset + tile)
         slow = tl.load(warmup_lengths_ptr + row) < 0
         previous = tl.load(warmup_lengths_ptr + row - pairs, mask=row >= pairs, other=0)
-        # The first part of a segment that is not slow itself (previous: chunks of that segment's
-        # first pass, 0 if it begins the sequence).  Its first pass begins at the sequence's start,
-        # or where the state is negligible: the state before it is the initial state, or zero.
+        # the first part of a segment that has a first pass of `previous` chunks: the state before it
+        # is the initial state if that pass begins at the sequence's start, else negligible
         if (part == 0) & (previous >= 0):
             state = tl.zeros([BLOCK_V, DIM], tl.float32)
             if initial_ptr is not None:
@@ -475,6 +474,5 @@ def _combine_kernel(
         # three sums, so that products do not wait for one another
         moved = tl.dot(state_low, high) + tl.dot(state_high, low) + tl.dot(state_high, high)
         state = N + moved
-        # after the last part of a slow row: the state that enters the row's segment
         entering = entering_ptr + row.to(tl.int64) * (DIM * DIM) + tile
-        tl.store(entering, state, mask=tl.where(part == PARTS - 1, slow, False))
+        tl.store(entering, state, mask=tl.where(part == PARTS - 1, slow, False))  # the last one
