@@ -11,8 +11,8 @@ Stages: dt, dA_cumsum_log2 (b, h, c, q) fp32 | states (b, c, h, p, n) fp32 | pre
         state_dtype | CB (b, c, g, q, s)
 
 dA_cumsum_log2 is the glossary's dA_cumsum times log2(e), so that decays are powers of 2.  In
-`_chunk_scan_kernel`, b_sum_q and b_sum_s are its numbers at positions q and s, and sum_first is that
-at the first position of the program's block.
+`_chunk_scan_kernel`, b_sum_q and b_sum_s are its numbers at positions q and s, and sum_first is
+that at the first position of the program's block.
 
 In kernels, the prefix of a name says what it is: i_ an index, o_ a vector of indices, m_ a mask, b_
 a tile or vector in registers.  Other single numbers have no prefix.

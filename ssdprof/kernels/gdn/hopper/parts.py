@@ -455,8 +455,8 @@ def _combine_kernel(
         N = tl.load(parts_ptr + offset + tile)
         slow = tl.load(warmup_lengths_ptr + row) < 0
         previous = tl.load(warmup_lengths_ptr + row - pairs, mask=row >= pairs, other=0)
-        # the first part of a segment that has a first pass of `previous` chunks: the state before it
-        # is the initial state if that pass begins at the sequence's start, else negligible
+        # the first part of a segment that has a first pass, of `previous` chunks: the state before
+        # it is the initial state if that pass begins at the sequence's start, else negligible
         if (part == 0) & (previous >= 0):
             state = tl.zeros([BLOCK_V, DIM], tl.float32)
             if initial_ptr is not None:
