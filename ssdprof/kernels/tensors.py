@@ -207,13 +207,17 @@ def tiles(
     block: k, positions and columns of a tile.
     """
     batch, seqlen = like.shape[:2]
-    sequence_stride, row, step = strides
+    sequence_stride, position_stride, k_stride = strides
     if not packed:
         shape = (batch, sizes[0], seqlen, sizes[1])
-        return described(like.dtype, shape, (sequence_stride, step, row, 1), (1, *block))
+        return described(
+            like.dtype, shape, (sequence_stride, k_stride, position_stride, 1), (1, *block)
+        )
     shape = (seqlen + 1, sizes[0], seqlen, sizes[1])
-    ahead = seqlen * row * like.element_size()
-    return described(like.dtype, shape, (row, step, row, 1), (1, *block), ahead)
+    ahead = seqlen * position_stride * like.element_size()
+    return described(
+        like.dtype, shape, (position_stride, k_stride, position_stride, 1), (1, *block), ahead
+    )
 
 
 def rows(dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> Described:

@@ -167,8 +167,8 @@ def between_halves(i, j, half: tl.constexpr):
 @triton.jit
 def leaf_inverses(L):
     """(I + L)^-1 for each of n matrices L (n, LEAF, LEAF)."""
-    o = tl.arange(0, LEAF)
-    i, j = o[None, :, None], o[None, None, :]
+    o_i = tl.arange(0, LEAF)
+    i, j = o_i[None, :, None], o_i[None, None, :]
     # blocks of 2 rows, whose inverse needs no product
     A = tl.where(i == j, 1.0, 0.0) - tl.where(between_halves(i, j, 1), L, 0.0)
     for log2_half in tl.static_range(1, 4):  # join halves of 2, 4 and 8 rows
@@ -195,10 +195,10 @@ def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
     # their inverses on the diagonal of a matrix (s, s)
     A = tl.reshape(leaf_inverses(leaves), (LEAVES, LEAF, 1, LEAF))
     A = tl.reshape(tl.where(diagonal, A, 0.0), (SIZE, SIZE))
-    o = tl.arange(0, SIZE)
+    o_i = tl.arange(0, SIZE)
     for log2_half in tl.static_range(4, 7):  # join halves of 16, 32 and 64 rows
         if 2**log2_half < SIZE:
-            C = tl.where(between_halves(o[:, None], o[None, :], 2**log2_half), L, 0.0)
+            C = tl.where(between_halves(o_i[:, None], o_i[None, :], 2**log2_half), L, 0.0)
             factor = A.to(MERGE)
             product = tl.dot(C.to(MERGE), factor, input_precision=PRECISION)
             A -= tl.dot(factor, product.to(MERGE), input_precision=PRECISION)

@@ -39,7 +39,7 @@ def _row(*, take: Any, why: str, **limits: Any) -> ConfigRow:
     """A row of a table of configurations.
 
     take: the configuration of calls within the limits.  why: its reason
-    limits: `majors`, the majors of compute capabilities; `wide` (fp32 inputs), `exact` (exact
+    limits: `majors`, the majors of compute capabilities; `fp32` (inputs are fp32), `exact` (exact
         intermediates) and `gate` (with z), True or False; the largest `headdim` and `dstate`.  A
         limit that is not given holds for all calls
     """
@@ -49,7 +49,7 @@ def _row(*, take: Any, why: str, **limits: Any) -> ConfigRow:
 def first_fit(
     table: ConfigTable,
     *,
-    wide: bool,
+    fp32: bool,
     dstate: int,
     headdim: int = 0,
     gate: bool = False,
@@ -59,9 +59,9 @@ def first_fit(
     """The first row whose limits a call fits.  Properties that no row of the table limits may be
     left out.
 
-    wide, exact, gate: see `_row`.  major: of the GPU's compute capability
+    fp32, exact, gate: see `_row`.  major: of the GPU's compute capability
     """
-    switches = dict(wide=wide, exact=exact, gate=gate)
+    switches = dict(fp32=fp32, exact=exact, gate=gate)
     sizes = dict(headdim=headdim, dstate=dstate)
 
     def fits(limits: dict[str, Any]) -> bool:
@@ -180,11 +180,11 @@ class SSDPortableConfig:
         headdim = inputs.x.shape[3]
         dstate = inputs.B.shape[3]
         gate = inputs.z is not None
-        wide = inputs.x.dtype == torch.float32
+        fp32 = inputs.x.dtype == torch.float32
         _, take, why = first_fit(
             PORTABLE,
             major=capability[0],
-            wide=wide,
+            fp32=fp32,
             exact=precision.exact,
             headdim=headdim,
             dstate=dstate,
@@ -266,25 +266,25 @@ _ONE_TF32 = (
 )
 PORTABLE: ConfigTable = (
     _row(
-        wide=True,
+        fp32=True,
         exact=False,
         dstate=64,
         take=SSDPortableConfig(chunk=32, block_p=32, scan_stages=1),
         why=_ONE_TF32 + "; with one stage in the second pass three do",
     ),
     _row(
-        wide=True,
+        fp32=True,
         exact=False,
         take=SSDPortableConfig(chunk=32, block_p=32, block_n=64),
         why=_ONE_TF32,
     ),
     _row(
-        wide=True,
+        fp32=True,
         dstate=128,
         take=SSDPortableConfig(chunk=32, block_p=32, block_n=64),
         why=_TWO_TF32,
     ),
-    _row(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_TWO_TF32),
+    _row(fp32=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_TWO_TF32),
     _row(
         majors=FROM_SHARED_MEMORY,
         headdim=32,
@@ -327,7 +327,7 @@ _LARGE = "fp32 operands are twice as large, and tf32x3 holds each of them twice:
 _WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
 CHUNK_STATE: ConfigTable = (
     _row(
-        wide=True,
+        fp32=True,
         take=dict(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2),
         why=_LARGE,
     ),
@@ -348,7 +348,7 @@ CHUNK_STATE: ConfigTable = (
 )
 BMM_CHUNK: ConfigTable = (
     _row(
-        wide=True,
+        fp32=True,
         take=dict(block_q=64, block_s=64, block_n=32, num_warps=4, num_stages=3),
         why=_LARGE,
     ),
@@ -373,7 +373,7 @@ _SLICED = (
 # product's operand while the product may still read them (`tests/kernels/operand_races.py`).
 CHUNK_SCAN: ConfigTable = (
     _row(
-        wide=True,
+        fp32=True,
         take=dict(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=8, num_stages=2),
         why=_LARGE,
     ),
@@ -440,8 +440,8 @@ def unfused_blocks(
 
     dtype: of x.  chunk: positions per chunk.  gate: whether the call has z
     """
-    wide = dtype == torch.float32
-    _, take, _ = first_fit(UNFUSED[stage], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
+    fp32 = dtype == torch.float32
+    _, take, _ = first_fit(UNFUSED[stage], fp32=fp32, headdim=headdim, dstate=dstate, gate=gate)
     limits = {
         "block_p": whole_block(headdim),
         "block_n": whole_block(dstate),

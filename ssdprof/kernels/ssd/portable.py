@@ -696,8 +696,8 @@ def launch_options(
     chunk = config.chunk
     # With fp32 inputs, "relaxed" means one tf32 number for each operand of a product, and fp32
     # intermediates.  The errors are smaller than those of 16-bit intermediates.
-    wide = inputs.x.dtype == torch.float32
-    intermediate = torch.float32 if wide else precision.intermediate_dtype(inputs.x.dtype)
+    fp32 = inputs.x.dtype == torch.float32
+    intermediate = torch.float32 if fp32 else precision.intermediate_dtype(inputs.x.dtype)
     tiles = (inputs.x, inputs.B, inputs.C, inputs.z, out)
     return dict(
         HEADS=nheads,
@@ -712,7 +712,7 @@ def launch_options(
         P_ROWS=config.p_rows,
         DT_SOFTPLUS=inputs.dt_softplus,
         INTERMEDIATE=TL_DTYPE[intermediate],
-        PRODUCT="tf32" if wide and not precision.exact else DOT_PRECISION.value,
+        PRODUCT="tf32" if fp32 and not precision.exact else DOT_PRECISION.value,
         ALIGNED=inputs.cu_seqlens is None and seqlen % chunk == 0,
         OFFSET=offset_dtype(chunk, tiles, (headdim, dstate), strides_of(inputs.initial_states)),
         STATE_STAGES=config.state_stages,

@@ -86,7 +86,7 @@ class SSDHopperConfig(Cut):
             if segments.shares:
                 reason = f"equal shares for {sm_count} programs"
             reason += f": {sequences} x {nchunks} chunks on {sm_count} SMs"
-        _, take, why = first_fit(HOPPER, wide=False, dstate=inputs.B.shape[3])
+        _, take, why = first_fit(HOPPER, fp32=False, dstate=inputs.B.shape[3])
         return cls(**asdict(segments) | take, reason=f"{reason}; {why}")
 
 
