@@ -21,7 +21,7 @@ From one chunk to the next, two products depend on each other: keys S and X^T Y.
 second launch computes a slice of V of one head of one sequence.  No program waits for another.
 
 In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV)
-         initial_states (sequences, HV, K, V) | cu_seqlens (sequences + 1)
+         initial_state (sequences, HV, K, V) | cu_seqlens (sequences + 1)
 Between: keys, queries, state_factor X (slots, HV, C, K padded to blocks) in the operands' dtype
          out_factor W (slots, HV, C, C) in the operands' dtype
          ends (slots, HV, K padded) fp32: 2^G_end

@@ -2,7 +2,7 @@
 has all of a sequence and head, so that each of its inputs is read once, and nothing but outputs and
 final states is written.
 
-In:    q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_states
+In:    q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_state
        (sequences, HV, K, V) | cu_seqlens (sequences + 1)
 Out:   out (B, T, HV, V) | final_states (sequences, HV, K, V) fp32, any strides
 Grid:  (sequences * HV), heads fastest
