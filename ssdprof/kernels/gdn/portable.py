@@ -232,13 +232,13 @@ def load_rows(
     ptr: the head's position 0, of which o_t counts.  ALIGNED: m_t is true everywhere.  WHOLE: no
     o_k is past KEY_DIM.
     """
-    p = ptr + o_t[:, None] * strides[1] + o_k[None, :].to(o_t.dtype) * strides[3]
+    pointers = ptr + o_t[:, None] * strides[1] + o_k[None, :].to(o_t.dtype) * strides[3]
     if ALIGNED and WHOLE:
-        return tl.load(p)
+        return tl.load(pointers)
     elif WHOLE:
-        return tl.load(p, mask=m_t[:, None], other=0.0)
+        return tl.load(pointers, mask=m_t[:, None], other=0.0)
     else:
-        return tl.load(p, mask=m_t[:, None] & (o_k < KEY_DIM)[None, :], other=0.0)
+        return tl.load(pointers, mask=m_t[:, None] & (o_k < KEY_DIM)[None, :], other=0.0)
 
 
 @triton.jit

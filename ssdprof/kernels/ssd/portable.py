@@ -267,9 +267,9 @@ def load_block(rows, t, k: tl.constexpr, m, S: tl.constexpr, AGAIN: tl.constexpr
     if (k + 1) * S.BLOCK_N > S.DSTATE:
         m_n = (tl.arange(0, S.BLOCK_N) < S.DSTATE - k * S.BLOCK_N)[None, :]
         m = m_n if m is None else m & m_n
-    p = rows.ptr + tl.cast(t, tl.int64) * rows.stride + k * rows.step + rows.tile
+    pointers = rows.ptr + tl.cast(t, tl.int64) * rows.stride + k * rows.step + rows.tile
     return tl.load(
-        p, mask=m, other=None if m is None else 0.0, cache_modifier=".ca" if AGAIN else ""
+        pointers, mask=m, other=None if m is None else 0.0, cache_modifier=".ca" if AGAIN else ""
     )
 
 
