@@ -68,11 +68,6 @@ class Chunks:
         )
         return cls(inputs=inputs, size=size, count=count, spans=spans, bounds=bounds)
 
-    @property
-    def total(self) -> int:
-        """The number of chunks in all rows of the batch."""
-        return self.inputs.values.shape[0] * self.count
-
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A new tensor (batch, count, *sizes)."""
         return torch.empty(
@@ -100,7 +95,7 @@ class Chunks:
         """
         launch(
             kernel,
-            self.total * programs,
+            self.inputs.values.shape[0] * self.count * programs,
             (*read, self.spans, *written),
             (strides_of_each(*read, *written), self.inputs.length, heads, self.count, *scalars),
             CHUNK_SIZE=self.size,
@@ -148,15 +143,15 @@ def _chunk_table_kernel(tensors, cu_seqlens_stride, sequences, count, S: tl.cons
     for block_start in range(0, i_s, S.BLOCK):
         o_s = block_start + tl.arange(0, S.BLOCK)
         m_s = o_s < i_s
-        p = cu_seqlens_ptr + o_s.to(tl.int64) * cu_seqlens_stride
-        begin = tl.load(p, mask=m_s, other=0)
-        end = tl.load(p + cu_seqlens_stride, mask=m_s, other=0)
+        begin_ptr = cu_seqlens_ptr + o_s.to(tl.int64) * cu_seqlens_stride
+        begin = tl.load(begin_ptr, mask=m_s, other=0)
+        end = tl.load(begin_ptr + cu_seqlens_stride, mask=m_s, other=0)
         first += tl.sum(tl.cdiv(end - begin, S.CHUNK_SIZE).to(tl.int64))
 
     # --- the spans of this program's sequence, BLOCK chunks at a time
-    p = cu_seqlens_ptr + i_s.to(tl.int64) * cu_seqlens_stride
-    begin = tl.load(p).to(tl.int64)
-    end = tl.load(p + cu_seqlens_stride).to(tl.int64)
+    begin_ptr = cu_seqlens_ptr + i_s.to(tl.int64) * cu_seqlens_stride
+    begin = tl.load(begin_ptr).to(tl.int64)
+    end = tl.load(begin_ptr + cu_seqlens_stride).to(tl.int64)
     after = first + tl.cdiv(end - begin, S.CHUNK_SIZE)
     tl.store(bounds_ptr + i_s, first)
     for block_start in range(first, after, S.BLOCK):

@@ -40,8 +40,8 @@ def load_at(ptr, strides, index, mask=None):
     """The elements at `index` of a tensor with `strides`; 0 where the mask is false.  Without a
     mask, all elements must exist.
     """
-    p = ptr + ptr_offset(index, strides)
-    return tl.load(p, mask=mask, other=None if mask is None else 0.0)
+    pointers = ptr + ptr_offset(index, strides)
+    return tl.load(pointers, mask=mask, other=None if mask is None else 0.0)
 
 
 @triton.jit
@@ -49,8 +49,8 @@ def store_at(ptr, strides, index, value, mask=None):
     """Store `value` at `index` of a tensor with `strides`, rounded to the tensor's dtype, where the
     mask is true; without a mask, everywhere.
     """
-    p = ptr + ptr_offset(index, strides)
-    tl.store(p, value.to(ptr.dtype.element_ty), mask=mask)
+    pointers = ptr + ptr_offset(index, strides)
+    tl.store(pointers, value.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -134,9 +134,9 @@ def sum_of_products(products, AXIS: tl.constexpr):
 @triton.jit
 def sequence_bounds(sequence, cu_seqlens_ptr, cu_seqlens_stride):
     """First position (int64) and length (int32) of a packed sequence."""
-    p = cu_seqlens_ptr + tl.cast(sequence, tl.int64) * cu_seqlens_stride
-    begin = tl.load(p).to(tl.int64)
-    return begin, (tl.load(p + cu_seqlens_stride) - begin).to(tl.int32)
+    begin_ptr = cu_seqlens_ptr + tl.cast(sequence, tl.int64) * cu_seqlens_stride
+    begin = tl.load(begin_ptr).to(tl.int64)
+    return begin, (tl.load(begin_ptr + cu_seqlens_stride) - begin).to(tl.int32)
 
 
 @triton.jit

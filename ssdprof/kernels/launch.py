@@ -25,7 +25,7 @@ from triton.runtime.cache import triton_key
 
 from ssdprof.kernels.device import INTERPRETED, has_gpu
 
-_FIXED = {
+_FIXED = {  # options with which kernels are compiled
     # without it, a setting of Triton decides, which is off from Triton 3.10 on
     "enable_fp_fusion": True,
     # without it, Triton builds a check of every integer sum and product, and drops it again
@@ -210,7 +210,10 @@ def cuda_driver() -> ctypes.CDLL | None:
     except (OSError, AttributeError):
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_uint
+    # function; sizes of grid and program, and bytes of shared memory; stream, parameters, extra
     launch.argtypes = [pointer, *[number] * 7, *[pointer] * 3]
+    # result, dtype, rank; address, sizes, strides, box, steps; interleaving, swizzle, promotion to
+    # L2, fill
     encode.argtypes = [pointer, number, number, *[pointer] * 5, *[number] * 4]
     return driver
 

@@ -140,9 +140,9 @@ def _stochastic(state, random, FORMAT: tl.constexpr):
     """Round to one of the two neighbours in 16 bits, at random, so that the mean is kept.  NaN and
     infinity stay what they are.
 
-    fp32 has DROPPED more bits of mantissa.  As many random bits are added to the magnitude, and as
-    many bits are then cut off.  Below its least normal number, fp16 has a fixed unit in the last
-    place; adding that number first gives the sum this unit.
+    fp32 has 23 bits of mantissa, bf16 7 and fp16 10: DROPPED bits fewer.  As many random bits are
+    added to the magnitude, and as many bits are then cut off.  Below its least normal number, fp16
+    has a fixed unit in the last place; adding that number first gives the sum this unit.
 
     random: 32 random bits for each number.
     """
@@ -161,6 +161,9 @@ def _stochastic(state, random, FORMAT: tl.constexpr):
 @triton.jit
 def _scaled(state, ROW_AXIS: tl.constexpr, FORMAT: tl.constexpr):
     """Round to 8 bits with a scale, to nearest, ties to even.
+
+    LARGEST: the largest number of the format: 127 of int8, 448 of e4m3.  A rounding error that is
+    carried is a multiple of 1 / 254 of the scale, so that half a unit is 127 of them.
 
     Numbers whose scale is at most LEAST_SCALE become 0.  NaN and infinity become NaN, and with them
     all numbers that share their scale, unless it is fixed.
@@ -201,8 +204,10 @@ def _e4m3(number):
     The unit is 2**-3 times the number's power of two.  The arithmetic is exact, and needs no
     instruction that older GPUs lack.
     """
-    SMALLEST: tl.constexpr = (127 - 6) << 23
+    # fp32 stores the exponent plus 127, in the 8 bits above the 23 bits of mantissa
+    SMALLEST: tl.constexpr = (127 - 6) << 23  # the bits of 2**-6
     power = number.to(tl.int32, bitcast=True) & 0x7F800000
+    # subtracting 3 from the exponent divides by 2**3
     unit = (tl.maximum(power, SMALLEST) - (3 << 23)).to(tl.float32, bitcast=True)
     return _to_units(number, unit)
 

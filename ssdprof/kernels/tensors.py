@@ -68,21 +68,24 @@ def tile_strides(tensor: Tensor | None) -> tuple[int | tl.constexpr, ...]:
 
 
 def offset_dtype(
-    chunk: int, tensors: Iterable[Tensor | None], sizes: tuple[int, int], *states: tuple[int, ...]
+    chunk: int,
+    tensors: Iterable[Tensor | None],
+    sizes: tuple[int, int],
+    *state_strides: tuple[int, ...],
 ) -> tl.dtype:
     """The dtype of offsets inside of tiles: int32 if it is large enough.
 
     A tile is `chunk` positions of one head of a tensor (b, l, heads, columns), or a state.
 
-    sizes: rows and columns of a state.  states: strides of tensors of states (sequences, heads,
-        rows, columns), or an empty tuple for a tensor that the call does not have.
+    sizes: rows and columns of a state.  state_strides: strides of tensors of states (sequences,
+        heads, rows, columns), or an empty tuple for a tensor that the call does not have.
     """
     spans = [
         chunk * tensor.stride(1) + tensor.shape[3] * tensor.stride(3)
         for tensor in tensors
         if tensor is not None
     ]
-    spans += [sizes[0] * strides[2] + sizes[1] * strides[3] for strides in states if strides]
+    spans += [sizes[0] * strides[2] + sizes[1] * strides[3] for strides in state_strides if strides]
     return tl.int32 if max(spans) < 2**31 else tl.int64
 
 
@@ -204,13 +207,17 @@ def tiles(
     block: k, positions and columns of a tile.
     """
     batch, seqlen = like.shape[:2]
-    sequence_stride, row, step = strides
+    sequence_stride, position_stride, k_stride = strides
     if not packed:
         shape = (batch, sizes[0], seqlen, sizes[1])
-        return described(like.dtype, shape, (sequence_stride, step, row, 1), (1, *block))
+        return described(
+            like.dtype, shape, (sequence_stride, k_stride, position_stride, 1), (1, *block)
+        )
     shape = (seqlen + 1, sizes[0], seqlen, sizes[1])
-    ahead = seqlen * row * like.element_size()
-    return described(like.dtype, shape, (row, step, row, 1), (1, *block), ahead)
+    ahead = seqlen * position_stride * like.element_size()
+    return described(
+        like.dtype, shape, (position_stride, k_stride, position_stride, 1), (1, *block), ahead
+    )
 
 
 def rows(dtype: torch.dtype, count: int, *, block: tuple[int, int]) -> Described:
@@ -282,12 +289,13 @@ MOST_COLUMNS = 128  # most columns of a program of the copy
 def _rows_kernel(tensors, strides, length, heads, S: tl.constexpr):
     """Copy a tile of a strided tensor (b, l, heads, columns) to contiguous memory."""
     source, target = tensors
-    # --- this program's positions (BLOCK_L, 1) and columns (1, BLOCK_C) of one head
+    # --- this program's positions (BLOCK_L, 1) and columns (1, BLOCK_C) of one head.  i_bhs: row of
+    # the batch, head and slice of columns, slices fastest
     blocks, slices = tl.cdiv(length, S.BLOCK_L), tl.cdiv(S.COLUMNS, S.BLOCK_C)
-    i_l, rest = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_h, i_b = rest // slices % heads, rest // slices // heads
+    i_l, i_bhs = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_h, i_b = i_bhs // slices % heads, i_bhs // slices // heads
     o_l = i_l * S.BLOCK_L + tl.arange(0, S.BLOCK_L)[:, None]
-    o_c = rest % slices * S.BLOCK_C + tl.arange(0, S.BLOCK_C)[None, :]
+    o_c = i_bhs % slices * S.BLOCK_C + tl.arange(0, S.BLOCK_C)[None, :]
     m = (o_l < length) & (o_c < S.COLUMNS)
     tile = tl.load(source + ptr_offset((i_b, o_l, i_h, o_c), strides), mask=m)
     row = (tl.cast(i_b, tl.int64) * length + o_l) * heads + i_h

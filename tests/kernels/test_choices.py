@@ -169,8 +169,8 @@ def test_the_choices_are_the_frozen_ones(operator, name):
 # --- SSD's tables
 
 TABLE_CALLS = [
-    dict(major=major, wide=wide, headdim=headdim, dstate=dstate, gate=gate)
-    for major, wide, headdim, dstate, gate in product(
+    dict(major=major, fp32=fp32, headdim=headdim, dstate=dstate, gate=gate)
+    for major, fp32, headdim, dstate, gate in product(
         (8, 9, 10, 12, 13),
         (False, True),
         (1, 16, 64, 80, 128, 256),
@@ -198,7 +198,7 @@ def test_every_call_has_a_row_and_every_row_a_call(table: ConfigTable):
 
 def test_fp32_sums_over_n_are_short():
     """benchmarks/log/ssd.md#row-60: a tensor core rounds towards zero whenever it adds products."""
-    assert all(first_fit(PORTABLE, **call)[1].block_n <= 64 for call in TABLE_CALLS if call["wide"])
+    assert all(first_fit(PORTABLE, **call)[1].block_n <= 64 for call in TABLE_CALLS if call["fp32"])
 
 
 def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses():
@@ -208,7 +208,7 @@ def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses():
     for call in (call for call in TABLE_CALLS if call["major"] == 9):
         tile = first_fit(PORTABLE, **call)[1]
         width = min(tile.block_p, triton.next_power_of_2(call["headdim"])) * (
-            4 if call["wide"] else 2
+            4 if call["fp32"] else 2
         )
         assert tile.chunk < 64 or width >= 128, call
 

@@ -163,7 +163,8 @@ class GDNPortableConfig:
         sequences = 1 if batch_invariant else inputs.sequences
         rows = 1 if batch_invariant else inputs.v.shape[0]  # a pack is one row
         uncut = batch_invariant and inputs.cu_seqlens is not None
-        # of one row; 0 chooses as for few, because more would depend on other sequences of the pack
+        # Chunks of one row.  For a pack that is not cut, 0 gives the tiles of a short sequence: the
+        # length of the pack depends on its other sequences.
         chunks = 0 if uncut else triton.cdiv(inputs.v.shape[1], CALL_CHUNK)
         wide_slices = heads * triton.cdiv(value_dim, 128)
         many_chunks = rows * chunks * wide_slices / sm_count >= _ENOUGH_CHUNKS
@@ -187,6 +188,7 @@ class GDNPortableConfig:
         """
         key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
         block_k, block_v = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+        # of these V, at most a quarter of slices of 128 is padding
         wide = key_dim in (64, 96, 128) and value_dim > 64 and value_dim % 64 == 0 and many_chunks
         block_k = min(_largest_block_k(capability[0], key_dim, wide=wide), block_k)
         narrow = 32 if key_dim <= 192 else 16  # columns of a slice of V for which registers suffice

@@ -75,7 +75,7 @@ STAGES = {
     "between_halves": "solve_tril", "leaf_inverses": "solve_tril",
     "unit_lower_inverse": "solve_tril", "operand_terms": "solve_tril",
     "_gdn_factors_kernel": "setup", "log2_decays": "gate_cumsum", "chunks_to_forget": "warm_up",
-    "take_state": "setup", "leave_state": "setup.store",
+    "take_state": "setup", "store_state": "setup.store",
     "residual": "chunk_state.residual", "next_state": "chunk_state.update",
     "_gdn_scan_kernel": "setup", "segment_of_program": "setup",
 }  # fmt: skip
@@ -167,8 +167,8 @@ def between_halves(i, j, half: tl.constexpr):
 @triton.jit
 def leaf_inverses(L):
     """(I + L)^-1 for each of n matrices L (n, LEAF, LEAF)."""
-    o = tl.arange(0, LEAF)
-    i, j = o[None, :, None], o[None, None, :]
+    o_i = tl.arange(0, LEAF)
+    i, j = o_i[None, :, None], o_i[None, None, :]
     # blocks of 2 rows, whose inverse needs no product
     A = tl.where(i == j, 1.0, 0.0) - tl.where(between_halves(i, j, 1), L, 0.0)
     for log2_half in tl.static_range(1, 4):  # join halves of 2, 4 and 8 rows
@@ -195,10 +195,10 @@ def unit_lower_inverse(L, MERGE: tl.constexpr, PRECISION: tl.constexpr):
     # their inverses on the diagonal of a matrix (s, s)
     A = tl.reshape(leaf_inverses(leaves), (LEAVES, LEAF, 1, LEAF))
     A = tl.reshape(tl.where(diagonal, A, 0.0), (SIZE, SIZE))
-    o = tl.arange(0, SIZE)
+    o_i = tl.arange(0, SIZE)
     for log2_half in tl.static_range(4, 7):  # join halves of 16, 32 and 64 rows
         if 2**log2_half < SIZE:
-            C = tl.where(between_halves(o[:, None], o[None, :], 2**log2_half), L, 0.0)
+            C = tl.where(between_halves(o_i[:, None], o_i[None, :], 2**log2_half), L, 0.0)
             factor = A.to(MERGE)
             product = tl.dot(C.to(MERGE), factor, input_precision=PRECISION)
             A -= tl.dot(factor, product.to(MERGE), input_precision=PRECISION)
@@ -232,13 +232,13 @@ def load_rows(
     ptr: the head's position 0, of which o_t counts.  ALIGNED: m_t is true everywhere.  WHOLE: no
     o_k is past KEY_DIM.
     """
-    p = ptr + o_t[:, None] * strides[1] + o_k[None, :].to(o_t.dtype) * strides[3]
+    pointers = ptr + o_t[:, None] * strides[1] + o_k[None, :].to(o_t.dtype) * strides[3]
     if ALIGNED and WHOLE:
-        return tl.load(p)
+        return tl.load(pointers)
     elif WHOLE:
-        return tl.load(p, mask=m_t[:, None], other=0.0)
+        return tl.load(pointers, mask=m_t[:, None], other=0.0)
     else:
-        return tl.load(p, mask=m_t[:, None] & (o_k < KEY_DIM)[None, :], other=0.0)
+        return tl.load(pointers, mask=m_t[:, None] & (o_k < KEY_DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -362,19 +362,22 @@ def chunks_to_forget(bounds_ptr, stride, count):
     """How many chunks directly before a chunk it takes until a state that enters the first of them
     is negligible at the chunk itself; `count` if it never is.
 
-    bounds_ptr: the bound of the chunk in `chunks`.  stride: between the bounds of two chunks
+    bounds_ptr: to the bound of the chunk in `chunks`: log2 of the factor by which a chunk changes a
+        state's norm at most.  stride: between the bounds of two chunks
     count: the number of all chunks before it in the sequence
     """
-    o = tl.arange(0, LOOK_BACK)
-    needed, block = tl.cast(count, tl.int32), 0
-    tail = 0.0  # sum of the bounds of the blocks before
-    while (needed == count) & (block < count):
-        m = block + o < count
-        bound = tl.load(bounds_ptr - (block + o + 1).to(tl.int64) * stride, mask=m, other=0.0)
-        bounds = tail + tl.cumsum(bound, axis=0)
-        needed = tl.min(tl.where(m & (bounds <= NEGLIGIBLE), block + o + 1, needed), axis=0)
-        tail += tl.sum(bound, axis=0)
-        block += LOOK_BACK
+    o_c = tl.arange(0, LOOK_BACK)
+    # needed: the result, `count` as long as no sum suffices.  seen: chunks whose bounds have been
+    # read.  bound_sum: the sum of these bounds
+    needed, seen = tl.cast(count, tl.int32), 0
+    bound_sum = 0.0
+    while (needed == count) & (seen < count):
+        m_c = seen + o_c < count
+        bound = tl.load(bounds_ptr - (seen + o_c + 1).to(tl.int64) * stride, mask=m_c, other=0.0)
+        bound_sums = bound_sum + tl.cumsum(bound, axis=0)
+        needed = tl.min(tl.where(m_c & (bound_sums <= NEGLIGIBLE), seen + o_c + 1, needed), axis=0)
+        bound_sum += tl.sum(bound, axis=0)
+        seen += LOOK_BACK
     return needed
 
 
@@ -398,7 +401,7 @@ def take_state(ptr, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK
 
 
 @triton.jit
-def leave_state(
+def store_state(
     ptr, state, state_k, state_v, strides, m_v, KEY_DIM: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Store a slice of V of a state.  Arguments are those of `take_state`."""
@@ -412,8 +415,8 @@ def leave_state(
 def state_product(state, ptr, strides, m_t, ALIGNED: tl.constexpr, S: tl.constexpr):
     """K S or Q S: (C, BLOCK_V), or its transpose if V_ROWS.
 
-    state: a tuple of blocks of K.  ptr: row of the chunk's first position in k or q.  m_t: which
-    positions exist.  ALIGNED: m_t is true everywhere.
+    state: a tuple of blocks of K.  ptr: to the row of the chunk's first position in k or q.
+    strides: of that tensor.  m_t: which positions exist.  ALIGNED: m_t is true everywhere.
     """
     o_t, o_k = tl.arange(0, S.CHUNK).to(S.OFFSET), tl.arange(0, S.BLOCK_K).to(S.OFFSET)
     WHOLE: tl.constexpr = S.KEY_DIM % S.BLOCK_K == 0
@@ -423,13 +426,13 @@ def state_product(state, ptr, strides, m_t, ALIGNED: tl.constexpr, S: tl.constex
         total = tl.zeros((o_t.shape[0], state[0].shape[1]), tl.float32)
     for n in tl.static_range(len(state)):
         o_n = o_k + n * S.BLOCK_K
-        keys = load_rows(ptr, strides, o_t, m_t, o_n, S.KEY_DIM, ALIGNED, WHOLE).to(S.OPERAND)
+        rows = load_rows(ptr, strides, o_t, m_t, o_n, S.KEY_DIM, ALIGNED, WHOLE).to(S.OPERAND)
         if S.V_ROWS:
             total = tl.dot(
-                state[n].to(S.OPERAND), tl.trans(keys), total, input_precision=DOT_PRECISION
+                state[n].to(S.OPERAND), tl.trans(rows), total, input_precision=DOT_PRECISION
             )
         else:
-            total = tl.dot(keys, state[n].to(S.OPERAND), total, input_precision=DOT_PRECISION)
+            total = tl.dot(rows, state[n].to(S.OPERAND), total, input_precision=DOT_PRECISION)
     return total
 
 
@@ -437,8 +440,8 @@ def state_product(state, ptr, strides, m_t, ALIGNED: tl.constexpr, S: tl.constex
 def residual(product, v_ptr, m_v, row_ptr, S: tl.constexpr):
     """Y = V - d K S as an operand: (C, BLOCK_V), or its transpose if V_ROWS.
 
-    product: K S.  v_ptr, m_v: pointers to the tile of v, and its mask.  row_ptr: factors of the
-    rows of K S
+    product: K S.  v_ptr, m_v: pointers to the tile of v, and its mask.  row_ptr: to the factors (C)
+    of the rows of K S
     """
     v = tl.load(v_ptr, mask=m_v, other=0.0).to(tl.float32)
     row = tl.load(row_ptr + tl.arange(0, S.CHUNK))
@@ -447,7 +450,11 @@ def residual(product, v_ptr, m_v, row_ptr, S: tl.constexpr):
 
 @triton.jit
 def next_state(state, Y, state_factor_ptr, decay, S: tl.constexpr):
-    """The state after the chunk, d_end S + X^T Y, as blocks of K.  decay: d_end"""
+    """The state after the chunk, d_end S + X^T Y, as blocks of K.
+
+    state: blocks of K.  Y: of `residual`.  state_factor_ptr: to X of the chunk (C, K padded).
+    decay: d_end
+    """
     PADDED: tl.constexpr = len(state) * S.BLOCK_K
     o_c, o_k = tl.arange(0, S.CHUNK), tl.arange(0, S.BLOCK_K)
     blocks = ()
@@ -465,7 +472,8 @@ def next_state(state, Y, state_factor_ptr, decay, S: tl.constexpr):
 def finish_output(out, Y, rows_ptr, out_factor_ptr, head_slot, S: tl.constexpr):
     """The output of a chunk, scale d Q S + W Y: (C, BLOCK_V), or its transpose if V_ROWS.
 
-    out: Q S.  head_slot: index of the chunk's slot and head in what the first launch wrote
+    out: Q S.  Y: of `residual`.  rows_ptr, out_factor_ptr: to the factors of rows and to W of all
+    chunks.  head_slot: index of the chunk's slot and head among these
     """
     o_c = tl.arange(0, S.CHUNK)
     row = tl.load(rows_ptr + head_slot * (2 * S.CHUNK) + S.CHUNK + o_c)
@@ -479,18 +487,20 @@ def finish_output(out, Y, rows_ptr, out_factor_ptr, head_slot, S: tl.constexpr):
 
 @triton.jit
 def pass_chunks(
-    state, first, stop, length, head_slot, keys, values, m_v, output, factors, S: tl.constexpr
+    state, first, stop, length, first_head_slot, keys, values, m_v, output, factors, S: tl.constexpr
 ):
     """The state after chunks `first` to `stop` - 1, from the state that enters them.
 
-    head_slot: index, in what the first launch wrote, of the sequence's first chunk and the head
+    length: positions of the sequence
+    first_head_slot: index of the slot of the sequence's first chunk and of the head in what the
+        first launch wrote; that of a later chunk is VALUE_HEADS further per chunk
     keys: pointer to the sequence's k, and its strides
     values: pointer to the sequence's v, its stride between positions, and the offsets of a tile
         (C, BLOCK_V), or (BLOCK_V, C) if V_ROWS
     m_v: which of the tile's columns of V exist
     output: pointer to q and its strides, then, as in `values`, to the output; None: no output is
         stored, and no chunk is partial
-    factors: pointers to what the first launch wrote
+    factors: pointers to what the first launch wrote: state_factor, out_factor, rows and chunks
     """
     k_ptr, k_strides = keys
     v_ptr, v_step, v_tile = values
@@ -501,7 +511,7 @@ def pass_chunks(
         # where the chunk's v, k and factors lie, and which of its positions exist
         t = tl.cast(i_c, tl.int64) * S.CHUNK
         v_rows_ptr = tl.multiple_of(v_ptr + t * v_step, S.ALIGNMENT)
-        at = head_slot + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
+        head_slot = first_head_slot + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
         m_t, m_tile = tl.arange(0, S.CHUNK) >= 0, m_v
         if output is not None:
             m_t = tl.arange(0, S.CHUNK) < length - i_c * S.CHUNK
@@ -515,11 +525,11 @@ def pass_chunks(
             q_rows_ptr = tl.multiple_of(q_ptr + t * q_strides[1], S.ALIGNMENT)
             out = state_product(state, q_rows_ptr, q_strides, m_t, ALIGNED, S)
         # the state after the chunk, and the chunk's output
-        Y = residual(product, v_rows_ptr + v_tile, m_tile, rows_ptr + at * (2 * S.CHUNK), S)
-        decay = tl.load(chunks_ptr + at * 2)
-        state = next_state(state, Y, state_factor_ptr + at * (S.CHUNK * PADDED), decay, S)
+        Y = residual(product, v_rows_ptr + v_tile, m_tile, rows_ptr + head_slot * (2 * S.CHUNK), S)
+        decay = tl.load(chunks_ptr + head_slot * 2)
+        state = next_state(state, Y, state_factor_ptr + head_slot * (S.CHUNK * PADDED), decay, S)
         if output is not None:
-            out = finish_output(out, Y, rows_ptr, out_factor_ptr, at, S)
+            out = finish_output(out, Y, rows_ptr, out_factor_ptr, head_slot, S)
             out_rows_ptr = out_ptr + t * out_step + out_tile
             tl.store(out_rows_ptr, out.to(out_ptr.dtype.element_ty), mask=m_tile)
     return state
@@ -558,6 +568,7 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     # stage setup: the program's segment and slice; its chunks are `first` to `stop` - 1
     SLICES: tl.constexpr = (S.VALUE_DIM + S.BLOCK_V - 1) // S.BLOCK_V
     UNITS: tl.constexpr = S.VALUE_HEADS * SLICES
+    # rank: of the segment among all segments of a head.  unit: head and slice of V
     rank, unit = tl.program_id(0) // UNITS, tl.program_id(0) % UNITS
     i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
     i_k = i_h // S.VALUES_PER_KEY
@@ -573,10 +584,10 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
             return
     start = first
     slot = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
-    head_slot = slot.to(tl.int64) * S.VALUE_HEADS + i_h
+    first_head_slot = slot.to(tl.int64) * S.VALUE_HEADS + i_h
     if S.CUT:
         start -= chunks_to_forget(
-            chunks_ptr + 2 * (head_slot + tl.cast(first, tl.int64) * S.VALUE_HEADS) + 1,
+            chunks_ptr + 2 * (first_head_slot + tl.cast(first, tl.int64) * S.VALUE_HEADS) + 1,
             2 * S.VALUE_HEADS,
             first,
         )
@@ -614,19 +625,19 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
     # stage warm_up: the state that enters the segment
     if S.CUT:
         state = pass_chunks(
-            state, start, first, length, head_slot, keys, values, m_value, None, factors, S
+            state, start, first, length, first_head_slot, keys, values, m_value, None, factors, S
         )
 
     # stage chunk_output: the output, chunk after chunk
     output = (q_ptr, q_strides, out_ptr, out_strides[1], out_tile)
     state = pass_chunks(
-        state, first, stop, length, head_slot, keys, values, m_value, output, factors, S
+        state, first, stop, length, first_head_slot, keys, values, m_value, output, factors, S
     )
 
     # stage setup.store
     if stop == nchunks:
         final_ptr = final_states_ptr + ptr_offset(state_index, final_states_strides)
-        leave_state(
+        store_state(
             final_ptr, state, state_k, state_v, final_states_strides, m_value, S.KEY_DIM, S.BLOCK_K
         )
 
@@ -669,33 +680,38 @@ def portable_launch(
     """
     heads, value_dim = inputs.v.shape[2:]
     chunk = config.chunk
-    factors = factor_shapes(inputs, precision, config)
-    states = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
+    shapes = factor_shapes(inputs, precision, config)
+    final_strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
     segments = inputs.sequences
     if config.segment:
         segments = inputs.slot_count(config.segment * chunk)
     operand = operand_dtype(inputs.q.dtype, precision)
-    launchers = _launchers(inputs, config, operand, states)
+    launchers = _launchers(inputs, config, operand, final_strides)
     programs = (
         inputs.slot_count(chunk) * heads,
         segments * heads * triton.cdiv(value_dim, config.block_v),
     )
-    return two_launches(inputs, factors, states, launchers, programs, ("q", "k", "v"))
+    return two_launches(inputs, shapes, final_strides, launchers, programs, ("q", "k", "v"))
 
 
 def _launchers(
-    inputs: GDNInputs, config: GDNPortableConfig, operand: torch.dtype, states: tuple[int, ...]
+    inputs: GDNInputs,
+    config: GDNPortableConfig,
+    operand: torch.dtype,
+    final_strides: tuple[int, ...],
 ) -> tuple[Launcher, Launcher]:
     """The kernels of the first and of the second launch, with their arguments except tensors.
 
-    operand: dtype of operands.  states: strides of the final states.
+    operand: dtype of operands.  final_strides: strides of the final states.
     """
     out = torch.empty(inputs.v.shape, device="meta")  # for its strides
     tensors = inputs.q, inputs.k, inputs.v, out
     q_strides, k_strides, v_strides, out_strides = map(tile_strides, tensors)
     cu_strides = strides_of(inputs.cu_seqlens)
     sizes = inputs.length, inputs.sequences
-    common = options_of(inputs, operand, config.chunk, (inputs.q, inputs.k, inputs.v), states)
+    common = options_of(
+        inputs, operand, config.chunk, (inputs.q, inputs.k, inputs.v), final_strides
+    )
     common |= dict(VALUES_PER_KEY=inputs.values_per_key, BLOCK_K=config.block_k)
     factors = Launcher(
         _gdn_factors_kernel,
@@ -711,7 +727,15 @@ def _launchers(
     scan = Launcher(
         _gdn_scan_kernel,
         (
-            (q_strides, k_strides, v_strides, initial_strides, cu_strides, out_strides, states),
+            (
+                q_strides,
+                k_strides,
+                v_strides,
+                initial_strides,
+                cu_strides,
+                out_strides,
+                final_strides,
+            ),
             *sizes,
         ),
         common
@@ -730,18 +754,18 @@ def _launchers(
 
 def two_launches(
     inputs: GDNInputs,
-    factors: FactorShapes,
-    states: tuple[int, ...],
+    shapes: FactorShapes,
+    final_strides: tuple[int, ...],
     launchers: tuple[Callable[..., None], Callable[..., None]],
     programs: tuple[int, int],
     names: tuple[str, ...],
 ) -> PreparedLaunch:
     """A call of two kernels, of GDN or of Kimi Delta Attention, for all inputs of one signature.
 
-    factors: shapes and dtypes of the tensors that the first one writes for the second
-    states: strides of the final states
+    shapes: shape and dtype of each tensor that the first one writes for the second
+    final_strides: strides of the final states
     launchers, programs: the two kernels, and their numbers of programs
-    names: the inputs that the second one takes before the factors
+    names: the inputs that the second one takes before these tensors
     """
     index = inputs.q.get_device()
     states_shape = inputs.states_shape
@@ -752,7 +776,7 @@ def two_launches(
         with torch.cuda.device(index):  # no effect for -1, the CPU
             device = call_inputs.q.device
             cu_seqlens = call_inputs.cu_seqlens
-            between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in factors]
+            between = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
             first(
                 programs[0],
                 call_inputs.q,
@@ -764,7 +788,7 @@ def two_launches(
             )
             out = torch.empty_like(call_inputs.v, memory_format=torch.contiguous_format)
             final_states = torch.empty_strided(
-                states_shape, states, dtype=torch.float32, device=device
+                states_shape, final_strides, dtype=torch.float32, device=device
             )
             second_inputs = (getattr(call_inputs, name) for name in names)
             second(
@@ -786,12 +810,12 @@ def options_of(
     operand: torch.dtype,
     chunk: int,
     tiled: tuple[torch.Tensor, ...],
-    states: tuple[int, ...],
+    final_strides: tuple[int, ...],
 ) -> dict[str, object]:
     """Compile-time arguments of both launches.
 
     operand: dtype of operands.  chunk: positions per chunk
-    tiled: the inputs that are read in tiles.  states: strides of the final states
+    tiled: the inputs that are read in tiles.  final_strides: strides of the final states
     """
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
     out = torch.empty(inputs.v.shape, device="meta")  # for its strides
@@ -803,7 +827,11 @@ def options_of(
         ALIGNED=inputs.cu_seqlens is None and inputs.length % chunk == 0,
         ALIGNMENT=_alignment(*tiled),
         OFFSET=offset_dtype(
-            chunk, (*tiled, out), (key_dim, value_dim), strides_of(inputs.initial_state), states
+            chunk,
+            (*tiled, out),
+            (key_dim, value_dim),
+            strides_of(inputs.initial_state),
+            final_strides,
         ),
     )
 

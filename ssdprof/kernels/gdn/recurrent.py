@@ -166,8 +166,7 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
     """
     (
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_state_ptr, cu_seqlens_ptr, slots_ptr,
-        accepted_ptr, writes_ptr, out_ptr,
-        states_ptr,
+        accepted_ptr, writes_ptr, out_ptr, states_ptr,
     ) = tensors  # fmt: skip
     (
         q_strides, k_strides, v_strides, g_strides, beta_strides, initial_state_strides,
@@ -216,7 +215,7 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
                 row = tl.load(writes_ptr)
             m_final = tl.where((row >= 0) & (length > 0), m_state, False)
     if S.FORMAT is not None:
-        # round the initial state, and store it in the first column's slot
+        # round the initial state: step 0, rows along axis 0; store it in the first column's slot
         key, elements = hashed_head(seed, sequence, i_h), o_k[:, None] * S.VALUE_DIM + o_v[None, :]
         state = stored_state(state, key, 0, elements, 0, S.FORMAT)
         p_initial = states_ptr + ptr_offset((row, i_h), states_strides[:2]) + o_states

@@ -64,9 +64,10 @@ def cut(
     candidates: (nchunks, pairs, sm_count) -> the cuts among which to choose, at least one.
     time: (cut, nchunks, pairs, sm_count) -> the time of the cut, in any unit.
     classes: number of classes of lengths between two powers of two, itself a power of two; all
-        lengths of a class have the cut of its largest length.
+        lengths of a class have the cut of its largest length.  By default each length is a class.
     whole_from: sequences are not cut if there are at least so many more pairs than multiprocessors.
     """
+    # lengths of a class: `step` of them, up to a multiple of `step`
     step = 1 << max(0, nchunks.bit_length() - classes.bit_length())
     if nchunks % step:  # not the largest length of its class
         return cut(

@@ -21,7 +21,7 @@ From one chunk to the next, two products depend on each other: keys S and X^T Y.
 second launch computes a slice of V of one head of one sequence.  No program waits for another.
 
 In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV)
-         initial_states (sequences, HV, K, V) | cu_seqlens (sequences + 1)
+         initial_state (sequences, HV, K, V) | cu_seqlens (sequences + 1)
 Between: keys, queries, state_factor X (slots, HV, C, K padded to blocks) in the operands' dtype
          out_factor W (slots, HV, C, C) in the operands' dtype
          ends (slots, HV, K padded) fp32: 2^G_end
@@ -51,12 +51,12 @@ from ssdprof.kernels.gdn.inputs import state_strides
 from ssdprof.kernels.gdn.portable import (
     FactorShapes,
     first_slot,
-    leave_state,
     load_rows,
     operand_shapes,
     options_of,
     options_of_factors,
     piece_of_slot,
+    store_state,
     take_state,
     two_launches,
     unit_lower_inverse,
@@ -323,8 +323,9 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     i_h, first_v = unit // SLICES, (unit % SLICES) * S.BLOCK_V
     i_b, begin, length = whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen)
     nchunks = tl.cdiv(length, S.CHUNK)
+    # index of the first chunk's slot and the head in the tensors that the first launch wrote
     slot = first_slot(sequence, begin, seqlen, cu_seqlens_ptr is not None, S.CHUNK)
-    head_slot = slot.to(tl.int64) * S.VALUE_HEADS + i_h
+    first_head_slot = slot.to(tl.int64) * S.VALUE_HEADS + i_h
 
     o_c = tl.arange(0, S.CHUNK)
     o_k, o_v = tl.arange(0, S.BLOCK_K), tl.arange(0, S.BLOCK_V).to(S.OFFSET)
@@ -350,18 +351,16 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
     # stage chunk_state: each chunk's v and W, Y = V - keys S, the next state, and the output
     for i_c in tl.range(0, nchunks, num_stages=S.SCAN_STAGES):
         t = tl.cast(i_c, tl.int64) * S.CHUNK
-        chunk_head_slot = head_slot + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
-        rows = chunk_head_slot * (S.CHUNK * S.PADDED) + o_c[:, None] * S.PADDED
+        head_slot = first_head_slot + tl.cast(i_c, tl.int64) * S.VALUE_HEADS
+        # offsets of the rows of keys, queries and X of the chunk, (CHUNK, 1)
+        rows = head_slot * (S.CHUNK * S.PADDED) + o_c[:, None] * S.PADDED
         m_tile = m_v
         if not S.ALIGNED:
             m_tile = m_v & (tile_t < length - i_c * S.CHUNK)
         v_rows_ptr = tl.multiple_of(v_ptr + t * v_strides[1], S.ALIGNMENT)
         v = tl.load(v_rows_ptr + v_tile, mask=m_tile, other=0.0).to(tl.float32)
         W = tl.load(
-            out_factor_ptr
-            + chunk_head_slot * (S.CHUNK * S.CHUNK)
-            + o_c[:, None] * S.CHUNK
-            + o_c[None, :]
+            out_factor_ptr + head_slot * (S.CHUNK * S.CHUNK) + o_c[:, None] * S.CHUNK + o_c[None, :]
         )
         # stage chunk_state.residual
         KS, out = tl.zeros_like(v), tl.zeros_like(v)
@@ -372,7 +371,7 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
         next_state = ()
         for n in tl.static_range(BLOCKS):
             X = tl.load(state_factor_ptr + rows + (n * S.BLOCK_K + o_k)[None, :])
-            end = tl.load(ends_ptr + chunk_head_slot * S.PADDED + n * S.BLOCK_K + state_k)
+            end = tl.load(ends_ptr + head_slot * S.PADDED + n * S.BLOCK_K + state_k)
             next_state = next_state + (tl.dot(Y, X, state[n] * end, input_precision=DOT_PRECISION),)
         state = next_state
         # stage chunk_output
@@ -383,7 +382,7 @@ def _kda_scan_kernel(tensors, strides, seqlen, S: tl.constexpr):
 
     # stage setup.store
     final_ptr = final_states_ptr + ptr_offset((sequence, i_h, 0, first_v), final_states_strides)
-    leave_state(final_ptr, state, state_k, state_v, final_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
+    store_state(final_ptr, state, state_k, state_v, final_states_strides, m_v, S.KEY_DIM, S.BLOCK_K)
 
 
 def factor_shapes(
@@ -394,7 +393,7 @@ def factor_shapes(
     """
     widest = max(config.prep_block_k, config.block_k)
     operands = operand_shapes(inputs, precision, config.chunk, widest, 3)
-    (slots, heads, _, padded), _ = operands[0]
+    (slots, heads, _, padded), _ = operands[0]  # of keys
     return [*operands, ((slots, heads, padded), torch.float32)]
 
 
@@ -406,9 +405,9 @@ def portable_launch(
     state_v_first: whether final states are (sequences, HV, V, K) in memory.
     """
     length, heads, value_dim = inputs.v.shape[1:]
-    factors = factor_shapes(inputs, precision, config)
+    shapes = factor_shapes(inputs, precision, config)
     final_strides = state_strides(*inputs.states_shape[1:], v_first=state_v_first)
-    (slots, *_, padded), operand = factors[0]
+    (slots, *_, padded), operand = shapes[0]  # of keys
     tiled = inputs.q, inputs.k, inputs.g, inputs.v
     common = options_of(inputs, operand, config.chunk, tiled, final_strides) | dict(PADDED=padded)
     prep = portable_prep(inputs, operand, config, common)
@@ -433,7 +432,7 @@ def portable_launch(
     )
     slices = triton.cdiv(value_dim, config.block_v)
     programs = slots * heads, inputs.sequences * slices * heads
-    return two_launches(inputs, factors, final_strides, (prep, scan), programs, ("v",))
+    return two_launches(inputs, shapes, final_strides, (prep, scan), programs, ("v",))
 
 
 def portable_prep(

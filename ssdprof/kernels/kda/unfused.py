@@ -142,8 +142,8 @@ def add_scores(scores, q, k, G, PRECISION: tl.constexpr):
     k_j with k_i in row j and column i.  The loop is not unrolled, because masks and factors of all
     iterations would fill the registers.
     """
-    o = tl.arange(0, G.shape[0])
-    i, j = o[:, None], o[None, :]
+    o_i = tl.arange(0, G.shape[0])
+    i, j = o_i[:, None], o_i[None, :]
     scores += tl.where(i == j, tl.sum(q.to(tl.float32) * k.to(tl.float32), axis=1)[:, None], 0.0)
     half = G.shape[0] // 2
     while half > 0:
@@ -160,8 +160,8 @@ def add_scores(scores, q, k, G, PRECISION: tl.constexpr):
 @triton.jit
 def queries_with_keys(scores):
     """P (C, C), the lower triangle of the result of `add_scores` with its diagonal."""
-    o = tl.arange(0, scores.shape[0])
-    return tl.where(o[:, None] >= o[None, :], scores, 0.0)
+    o_i = tl.arange(0, scores.shape[0])
+    return tl.where(o_i[:, None] >= o_i[None, :], scores, 0.0)
 
 
 @triton.jit
@@ -169,8 +169,8 @@ def keys_with_keys(scores):
     """L without beta, (C, C) and strictly lower triangular: the upper triangle of the result of
     `add_scores`, transposed.
     """
-    o = tl.arange(0, scores.shape[0])
-    return tl.trans(tl.where(o[:, None] < o[None, :], scores, 0.0))
+    o_i = tl.arange(0, scores.shape[0])
+    return tl.trans(tl.where(o_i[:, None] < o_i[None, :], scores, 0.0))
 
 
 # --- the stages.  In kernels, the prefix of a name says what it is: i_ an index, o_ a vector of

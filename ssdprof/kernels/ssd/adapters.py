@@ -108,10 +108,10 @@ def load_mamba_ssm() -> Implementation:
     @first_reason
     def unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
         """Calls that the library would compute at another precision, or wrongly."""
-        wide = inputs.x.dtype == torch.float32
+        fp32 = inputs.x.dtype == torch.float32
         reason = "fp32 inputs are multiplied in tf32, which is relaxed intermediates only"
-        yield wide and precision.exact, reason
-        yield not wide and not precision.exact, "exact intermediates only"
+        yield fp32 and precision.exact, reason
+        yield not fp32 and not precision.exact, "exact intermediates only"
         reason = f"this version passes states on in {inputs.C.dtype} only"
         yield precision.state_dtype != inputs.C.dtype and not _takes_state_dtype(forward), reason
         yield inputs.cu_seqlens is not None, "no initial and final states of each packed sequence"

@@ -39,7 +39,7 @@ def _row(*, take: Any, why: str, **limits: Any) -> ConfigRow:
     """A row of a table of configurations.
 
     take: the configuration of calls within the limits.  why: its reason
-    limits: `majors`, the majors of compute capabilities; `wide` (fp32 inputs), `exact` (exact
+    limits: `majors`, the majors of compute capabilities; `fp32` (inputs are fp32), `exact` (exact
         intermediates) and `gate` (with z), True or False; the largest `headdim` and `dstate`.  A
         limit that is not given holds for all calls
     """
@@ -49,7 +49,7 @@ def _row(*, take: Any, why: str, **limits: Any) -> ConfigRow:
 def first_fit(
     table: ConfigTable,
     *,
-    wide: bool,
+    fp32: bool,
     dstate: int,
     headdim: int = 0,
     gate: bool = False,
@@ -59,9 +59,9 @@ def first_fit(
     """The first row whose limits a call fits.  Properties that no row of the table limits may be
     left out.
 
-    wide, exact, gate: see `_row`.  major: of the GPU's compute capability
+    fp32, exact, gate: see `_row`.  major: of the GPU's compute capability
     """
-    switches = dict(wide=wide, exact=exact, gate=gate)
+    switches = dict(fp32=fp32, exact=exact, gate=gate)
     sizes = dict(headdim=headdim, dstate=dstate)
 
     def fits(limits: dict[str, Any]) -> bool:
@@ -180,11 +180,11 @@ class SSDPortableConfig:
         headdim = inputs.x.shape[3]
         dstate = inputs.B.shape[3]
         gate = inputs.z is not None
-        wide = inputs.x.dtype == torch.float32
+        fp32 = inputs.x.dtype == torch.float32
         _, take, why = first_fit(
             PORTABLE,
             major=capability[0],
-            wide=wide,
+            fp32=fp32,
             exact=precision.exact,
             headdim=headdim,
             dstate=dstate,
@@ -266,25 +266,25 @@ _ONE_TF32 = (
 )
 PORTABLE: ConfigTable = (
     _row(
-        wide=True,
+        fp32=True,
         exact=False,
         dstate=64,
         take=SSDPortableConfig(chunk=32, block_p=32, scan_stages=1),
         why=_ONE_TF32 + "; with one stage in the second pass three do",
     ),
     _row(
-        wide=True,
+        fp32=True,
         exact=False,
         take=SSDPortableConfig(chunk=32, block_p=32, block_n=64),
         why=_ONE_TF32,
     ),
     _row(
-        wide=True,
+        fp32=True,
         dstate=128,
         take=SSDPortableConfig(chunk=32, block_p=32, block_n=64),
         why=_TWO_TF32,
     ),
-    _row(wide=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_TWO_TF32),
+    _row(fp32=True, take=SSDPortableConfig(chunk=16, block_p=32, block_n=64), why=_TWO_TF32),
     _row(
         majors=FROM_SHARED_MEMORY,
         headdim=32,
@@ -327,7 +327,7 @@ _LARGE = "fp32 operands are twice as large, and tf32x3 holds each of them twice:
 _WHOLE_STATE = "one tile holds the whole state where it can: x and B are then read once"
 CHUNK_STATE: ConfigTable = (
     _row(
-        wide=True,
+        fp32=True,
         take=dict(block_p=64, block_n=64, block_q=32, num_warps=4, num_stages=2),
         why=_LARGE,
     ),
@@ -348,7 +348,7 @@ CHUNK_STATE: ConfigTable = (
 )
 BMM_CHUNK: ConfigTable = (
     _row(
-        wide=True,
+        fp32=True,
         take=dict(block_q=64, block_s=64, block_n=32, num_warps=4, num_stages=3),
         why=_LARGE,
     ),
@@ -357,14 +357,6 @@ BMM_CHUNK: ConfigTable = (
         why="square tiles of 64: the diagonal wastes little, and short inputs fill the GPU",
     ),
 )
-
-
-_SCAN_NAMES = ("block_q", "block_p", "block_s", "block_n", "num_warps", "num_stages")
-
-
-def _scan(*values: int) -> dict[str, int]:
-    """The configuration of a row of `CHUNK_SCAN` from its values in the order of `_SCAN_NAMES`."""
-    return dict(zip(_SCAN_NAMES, values, strict=True))
 
 
 _FEW_ROW_BLOCKS = (
@@ -380,15 +372,44 @@ _SLICED = (
 # blocks of 32 source positions and more than one stage, Triton 3.6 to 3.8 overwrites registers of a
 # product's operand while the product may still read them (`tests/kernels/operand_races.py`).
 CHUNK_SCAN: ConfigTable = (
-    _row(wide=True, take=_scan(64, 64, 32, 32, 8, 2), why=_LARGE),
     _row(
-        gate=False, headdim=64, dstate=128, take=_scan(128, 64, 16, 128, 4, 3), why=_FEW_ROW_BLOCKS
+        fp32=True,
+        take=dict(block_q=64, block_p=64, block_s=32, block_n=32, num_warps=8, num_stages=2),
+        why=_LARGE,
     ),
-    _row(gate=False, headdim=64, take=_scan(128, 64, 16, 32, 4, 3), why=_FEW_ROW_BLOCKS + _SLICED),
-    _row(headdim=64, dstate=128, take=_scan(64, 64, 32, 128, 4, 1), why=_WOULD_SPILL),
-    _row(headdim=64, take=_scan(64, 64, 16, 32, 4, 3), why=_WOULD_SPILL + _SLICED),
-    _row(dstate=128, take=_scan(64, 128, 32, 128, 8, 1), why=_WOULD_SPILL),
-    _row(take=_scan(64, 128, 16, 32, 8, 3), why=_WOULD_SPILL + _SLICED),
+    _row(
+        gate=False,
+        headdim=64,
+        dstate=128,
+        take=dict(block_q=128, block_p=64, block_s=16, block_n=128, num_warps=4, num_stages=3),
+        why=_FEW_ROW_BLOCKS,
+    ),
+    _row(
+        gate=False,
+        headdim=64,
+        take=dict(block_q=128, block_p=64, block_s=16, block_n=32, num_warps=4, num_stages=3),
+        why=_FEW_ROW_BLOCKS + _SLICED,
+    ),
+    _row(
+        headdim=64,
+        dstate=128,
+        take=dict(block_q=64, block_p=64, block_s=32, block_n=128, num_warps=4, num_stages=1),
+        why=_WOULD_SPILL,
+    ),
+    _row(
+        headdim=64,
+        take=dict(block_q=64, block_p=64, block_s=16, block_n=32, num_warps=4, num_stages=3),
+        why=_WOULD_SPILL + _SLICED,
+    ),
+    _row(
+        dstate=128,
+        take=dict(block_q=64, block_p=128, block_s=32, block_n=128, num_warps=8, num_stages=1),
+        why=_WOULD_SPILL,
+    ),
+    _row(
+        take=dict(block_q=64, block_p=128, block_s=16, block_n=32, num_warps=8, num_stages=3),
+        why=_WOULD_SPILL + _SLICED,
+    ),
 )
 UNFUSED: Mapping[str, ConfigTable] = {
     # heads are innermost in dt_raw: 16 of them, in 16 bit, fill a sector of 32 bytes
@@ -419,8 +440,8 @@ def unfused_blocks(
 
     dtype: of x.  chunk: positions per chunk.  gate: whether the call has z
     """
-    wide = dtype == torch.float32
-    _, take, _ = first_fit(UNFUSED[stage], wide=wide, headdim=headdim, dstate=dstate, gate=gate)
+    fp32 = dtype == torch.float32
+    _, take, _ = first_fit(UNFUSED[stage], fp32=fp32, headdim=headdim, dstate=dstate, gate=gate)
     limits = {
         "block_p": whole_block(headdim),
         "block_n": whole_block(dstate),

@@ -150,9 +150,9 @@ def find_segment(
     for block in range(0, sequences, SEQUENCE_BLOCK):
         o_s = block + tl.arange(0, SEQUENCE_BLOCK)
         m_s = o_s < sequences
-        p = cu_seqlens_ptr + o_s.to(tl.int64) * cu_seqlens_stride
-        start = tl.load(p, mask=m_s, other=0).to(tl.int64)
-        stop = tl.load(p + cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
+        begin_ptr = cu_seqlens_ptr + o_s.to(tl.int64) * cu_seqlens_stride
+        start = tl.load(begin_ptr, mask=m_s, other=0).to(tl.int64)
+        stop = tl.load(begin_ptr + cu_seqlens_stride, mask=m_s, other=0).to(tl.int64)
         nchunks = tl.cdiv(stop - start, CHUNK).to(tl.int32)
         # an empty sequence has one segment without chunks, which copies the initial state to the
         # final state
@@ -267,9 +267,9 @@ def load_block(rows, t, k: tl.constexpr, m, S: tl.constexpr, AGAIN: tl.constexpr
     if (k + 1) * S.BLOCK_N > S.DSTATE:
         m_n = (tl.arange(0, S.BLOCK_N) < S.DSTATE - k * S.BLOCK_N)[None, :]
         m = m_n if m is None else m & m_n
-    p = rows.ptr + tl.cast(t, tl.int64) * rows.stride + k * rows.step + rows.tile
+    pointers = rows.ptr + tl.cast(t, tl.int64) * rows.stride + k * rows.step + rows.tile
     return tl.load(
-        p, mask=m, other=None if m is None else 0.0, cache_modifier=".ca" if AGAIN else ""
+        pointers, mask=m, other=None if m is None else 0.0, cache_modifier=".ca" if AGAIN else ""
     )
 
 
@@ -287,7 +287,8 @@ def chunk_cumsum(
         softplus, and the distance between positions.
     dt_low, dt_high: limits of dt.  length: positions of the sequence.
     gates: pointer to the place of the resulting dt of the sequence's position 0, and the distance
-        from there to the place of a of the same position
+        from there to the place of a of the same position.  So gates[0] + t is dt of position t, and
+        gates[0] + gates[1] + t its a, here and in all functions below
 
     Returns how many chunks, from the last one backwards, have a decay to the segment's end that is
     not zero.
@@ -334,7 +335,8 @@ def chunk_state(state, x, B_rows, gates, t, length, tail, S: tl.constexpr, ALIGN
     AGAIN: tl.constexpr = tail is None and len(state) > 1
     o_q = tl.arange(0, S.CHUNK)
     m_q = None if tail is not None else ((o_q < length - t) | ALIGNED)[:, None]
-    # the weights of positions (q), and weighted x: rounded, and its rounding error
+    # the weights of positions (q), from their dt and a (`gates`), and weighted x: rounded, and its
+    # rounding error
     dt = tl.load(gates[0] + t + o_q)
     a = tl.load(gates[0] + gates[1] + t + o_q)
     end = tl.load(
@@ -570,7 +572,7 @@ def _fused_kernel(tensors, strides, seqlen, sequences, dt_low, dt_high, S: tl.co
     positions = tl.cast(seqlen, tl.int64)  # of all rows: the distance from dt to a in gates
     if cu_seqlens_ptr is None:
         positions *= sequences
-    gates = gates_ptr + (2 * positions * unit + position), positions
+    gates = gates_ptr + (2 * positions * unit + position), positions  # as in `chunk_cumsum`
     state_offset = ((tl.cast(sequence, tl.int64) * S.HEADS + i_h) * S.HEADDIM + first_p) * S.DSTATE
     if S.P_ROWS:
         state_p, state_n, m_state = o_p[:, None], o_n[None, :], m_p[:, None]
@@ -694,8 +696,8 @@ def launch_options(
     chunk = config.chunk
     # With fp32 inputs, "relaxed" means one tf32 number for each operand of a product, and fp32
     # intermediates.  The errors are smaller than those of 16-bit intermediates.
-    wide = inputs.x.dtype == torch.float32
-    intermediate = torch.float32 if wide else precision.intermediate_dtype(inputs.x.dtype)
+    fp32 = inputs.x.dtype == torch.float32
+    intermediate = torch.float32 if fp32 else precision.intermediate_dtype(inputs.x.dtype)
     tiles = (inputs.x, inputs.B, inputs.C, inputs.z, out)
     return dict(
         HEADS=nheads,
@@ -710,7 +712,7 @@ def launch_options(
         P_ROWS=config.p_rows,
         DT_SOFTPLUS=inputs.dt_softplus,
         INTERMEDIATE=TL_DTYPE[intermediate],
-        PRODUCT="tf32" if wide and not precision.exact else DOT_PRECISION.value,
+        PRODUCT="tf32" if fp32 and not precision.exact else DOT_PRECISION.value,
         ALIGNED=inputs.cu_seqlens is None and seqlen % chunk == 0,
         OFFSET=offset_dtype(chunk, tiles, (headdim, dstate), strides_of(inputs.initial_states)),
         STATE_STAGES=config.state_stages,

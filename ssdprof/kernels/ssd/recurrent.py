@@ -197,7 +197,8 @@ def _ssd_recurrent_kernel(tensors, strides, seqlen, dt_low, dt_high, seed, S: tl
                 writes_ptr += tl.cast(sequence, tl.int64) * writes_strides[0]
                 final_row = tl.load(writes_ptr)
             m_final = tl.where((final_row >= 0) & (length > 0), m_state, False)
-    if S.FORMAT is not None:  # round the initial state, and store it in the first column's slot
+    if S.FORMAT is not None:
+        # round the initial state: step 0, rows along axis 1; store it in the first column's slot
         key, elements = hashed_head(seed, sequence, i_h), o_p[:, None] * S.DSTATE + o_n[None, :]
         state = stored_state(state, key, 0, elements, 1, S.FORMAT)
         index = (final_row, i_h, o_p[:, None], o_n[None, :])

@@ -10,7 +10,9 @@ Inputs: x, z (b, l, h, p) | dt_raw (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n
 Stages: dt, dA_cumsum_log2 (b, h, c, q) fp32 | states (b, c, h, p, n) fp32 | prev_states likewise,
         state_dtype | CB (b, c, g, q, s)
 
-dA_cumsum_log2 is the glossary's dA_cumsum times log2(e), so that decays are powers of 2.
+dA_cumsum_log2 is the glossary's dA_cumsum times log2(e), so that decays are powers of 2.  In
+`_chunk_scan_kernel`, b_sum_q and b_sum_s are its numbers at positions q and s, and sum_first is
+that at the first position of the program's block.
 
 In kernels, the prefix of a name says what it is: i_ an index, o_ a vector of indices, m_ a mask, b_
 a tile or vector in registers.  Other single numbers have no prefix.
@@ -193,10 +195,10 @@ def _chunk_state_kernel(
             other=0.0,
         )  # [BLOCK_Q, BLOCK_N]
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_q), dt_strides))
-        b_dA = tl.load(
+        b_dA_cumsum_log2 = tl.load(
             dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides)
         )
-        b_weight = (decay_exp2(end - b_dA) * b_dt).to(S.INTERMEDIATE)
+        b_weight = (decay_exp2(end - b_dA_cumsum_log2) * b_dt).to(S.INTERMEDIATE)
         # scale x, not B: the scaled operand then stays in registers
         b_x = (b_x.to(S.INTERMEDIATE) * b_weight[None, :]).to(b_B.dtype)
         b_states = tl.dot(b_x, b_B, b_states, input_precision=DOT_PRECISION)
@@ -423,8 +425,8 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
     first_p = (i_tile % P_TILES) * S.BLOCK_P
     o_q, o_p = first_q + tl.arange(0, S.BLOCK_Q), first_p + tl.arange(0, S.BLOCK_P)
     m_q, m_p = o_q < length, o_p < S.HEADDIM
-    b_dA_q = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
-    dA_first = tl.load(
+    b_sum_q = tl.load(dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_q), dA_cumsum_log2_strides))
+    sum_first = tl.load(
         dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, first_q), dA_cumsum_log2_strides)
     )
 
@@ -446,14 +448,14 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
             other=0.0,
         )  # [BLOCK_N, BLOCK_P]
         b_out = tl.dot(b_C, b_state.to(b_C.dtype), b_out, input_precision=DOT_PRECISION)
-    b_out *= decay_exp2(dA_first)
+    b_out *= decay_exp2(sum_first)
 
     # stage chunk_scan.current: the contributions of the chunk's positions before the block, decayed
     # to its first row; then the decay of all contributions so far to each row
     for s in range(0, first_q, S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
-        b_dA_s = tl.load(
+        b_sum_s = tl.load(
             dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
         )
         b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
@@ -462,18 +464,18 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
             mask=m_p[None, :],
             other=0.0,
         )  # [BLOCK_S, BLOCK_P]
-        b_weight = (decay_exp2(dA_first - b_dA_s) * b_dt).to(b_CB.dtype)
+        b_weight = (decay_exp2(sum_first - b_sum_s) * b_dt).to(b_CB.dtype)
         b_out = tl.dot(
             (b_CB * b_weight[None, :]).to(b_x.dtype), b_x, b_out, input_precision=DOT_PRECISION
         )
-    b_out *= decay_exp2(b_dA_q - dA_first)[:, None]
+    b_out *= decay_exp2(b_sum_q - sum_first)[:, None]
 
     # stage chunk_scan.current: the contributions of the block's positions
     for s in range(first_q, tl.minimum(first_q + S.BLOCK_Q, length), S.BLOCK_S):
         o_s = s + tl.arange(0, S.BLOCK_S)
         m_s = o_s < length
         b_dt = tl.load(dt_ptr + ptr_offset((i_b, i_h, i_c, o_s), dt_strides))
-        b_dA_s = tl.load(
+        b_sum_s = tl.load(
             dA_cumsum_log2_ptr + ptr_offset((i_b, i_h, i_c, o_s), dA_cumsum_log2_strides)
         )
         b_CB = tl.load(CB_ptr + ptr_offset((i_b, i_c, i_g, o_q[:, None], o_s[None, :]), CB_strides))
@@ -482,7 +484,7 @@ def _chunk_scan_kernel(tensors, strides, seqlen, nheads, nchunks, heads_per_grou
             mask=m_s[:, None] & m_p[None, :],
             other=0.0,
         )  # [BLOCK_S, BLOCK_P]
-        b_weight = (decay_exp2(b_dA_q[:, None] - b_dA_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
+        b_weight = (decay_exp2(b_sum_q[:, None] - b_sum_s[None, :]) * b_dt[None, :]).to(b_CB.dtype)
         # CB above the diagonal was never written and may be NaN
         b_scores = tl.where(o_q[:, None] >= o_s[None, :], b_CB * b_weight, 0.0)
         b_out = tl.dot(b_scores.to(b_x.dtype), b_x, b_out, input_precision=DOT_PRECISION)

@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from ssdprof.kernels._gluon import add, aggregate, segment_at, segments
 from ssdprof.kernels.hopper.ring import CHUNK
 
-BLOCK = gl.constexpr(256)  # bounds that one iteration of `warmup_length` reads
+LOOK = gl.constexpr(256)  # bounds that one iteration of `warmup_length` reads
 # time of a chunk of the first pass, in sixteenths of the time of a chunk of the second pass (H200)
 FIRST_PASS_16THS = gl.constexpr(9)
 
@@ -92,9 +92,10 @@ class Persistent:
     def segment_at(self, k):
         """The program's k-th segment, and the number of the program's chunks before it."""
         pair = self.program + k * self.programs
-        i = pair // self.HEADS
+        i = pair // self.HEADS  # the sequence
         sequence = Sequence(i, gl.to_tensor(0), self.seqlen, i, gl.to_tensor(0), i * self.nchunks)
         zero, head = gl.to_tensor(0), pair % self.HEADS
+        # it ends its sequence (k >= 0 is a true scalar), and has no row (-1)
         return GDNSegment(
             sequence, head, zero, zero, self.nchunks, k >= 0, zero - 1
         ), k * self.nchunks
@@ -102,7 +103,10 @@ class Persistent:
 
 @gluon.jit
 def sequence_at(i, seqlen, cu_seqlens_ptr, cu_stride):
-    """Sequence i.  seqlen: positions of a row of the batch.
+    """Sequence i.
+
+    seqlen: positions of a row of the batch.  cu_seqlens_ptr, cu_stride: pointer to the bounds of
+        packed sequences, None for a batch, and the distance between two bounds
 
     The slots of a packed sequence begin at begin // CHUNK + i, so that no two sequences share a
     slot.  `tensors.tiles` explains its TMA coordinates.
@@ -110,8 +114,8 @@ def sequence_at(i, seqlen, cu_seqlens_ptr, cu_stride):
     if cu_seqlens_ptr is None:
         return Sequence(i, gl.to_tensor(0), seqlen, i, gl.to_tensor(0), i * gl.cdiv(seqlen, CHUNK))
     else:
-        p = cu_seqlens_ptr + i.to(gl.int64) * cu_stride
-        begin, end = gl.load(p).to(gl.int32), gl.load(p + cu_stride).to(gl.int32)
+        begin_ptr = cu_seqlens_ptr + i.to(gl.int64) * cu_stride
+        begin, end = gl.load(begin_ptr).to(gl.int32), gl.load(begin_ptr + cu_stride).to(gl.int32)
         return Sequence(i, begin, end - begin, end, seqlen - (end - begin), begin // CHUNK + i)
 
 
@@ -139,14 +143,16 @@ def segment_of(
     With FIRST_SEGMENT_EXTRA, segments have `segment_chunks` chunks at most on average, and the
     first one is longer (`first_segment_extra`).
 
-    packing: the arguments of `sequence_at` after the first
+    packing: the arguments of `sequence_at` after the first: the positions of a row of the batch,
+        the pointer to cu_seqlens, or None, and its stride
+    sequences: number of sequences
     bounds: pointer to the bounds of all chunks (HV, slots), and the number of slots
     truncation_log2: log2 of the share of a state that a first pass may neglect where it begins
     warmup_lengths_ptr: the lengths of first passes that `parts.py` has written, by row; None: each
         program computes its own
     """
     program = gl.program_id(0)
-    rank = program // S.HEADS
+    rank = program // S.HEADS  # among the segments of a head, sequences fastest
     sequence = sequence_at(rank % sequences, *packing)
     index = rank // sequences  # of the segment in its sequence
     head, first = program % S.HEADS, index * segment_chunks
@@ -175,19 +181,19 @@ def segment_of(
 
 @gluon.jit
 def bounds_of(bounds, head, sequence):
-    """Pointer to the bound of a sequence's first chunk for a head."""
+    """Pointer to the bound of a sequence's first chunk for a head.  bounds: see `segment_of`"""
     bounds_ptr, slots = bounds
     return bounds_ptr + head.to(gl.int64) * slots + sequence.slot
 
 
 @gluon.jit
-def first_segment_extra(bounds_ptr, last, truncation_log2):
+def first_segment_extra(bounds_ptr, first_of_last, truncation_log2):
     """Chunks by which a head's first segment is longer than the others, because it has no first
     pass: the cost of the last segment's first pass, in chunks of the second pass.
 
-    bounds_ptr: see `bounds_of`.  last: about the first chunk of the last segment
+    bounds_ptr: see `bounds_of`.  first_of_last: about the first chunk of the last segment
     """
-    return warmup_length(bounds_ptr, last, truncation_log2) * FIRST_PASS_16THS // 16
+    return warmup_length(bounds_ptr, first_of_last, truncation_log2) * FIRST_PASS_16THS // 16
 
 
 @gluon.jit
@@ -206,16 +212,17 @@ def warmup_length(bounds_ptr, first, truncation_log2):
     bounds_ptr: see `bounds_of`
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    o_c = gl.arange(0, BLOCK, layout)
-    seen, left = gl.to_tensor(0), gl.to_tensor(0.0)  # left: sum of the bounds of the chunks seen
+    o_c = gl.arange(0, LOOK, layout)
+    # the number of chunks whose bounds have been read, and the sum of these bounds
+    seen, bound_sum = gl.to_tensor(0), gl.to_tensor(0.0)
     goes_on = first > 0
     while goes_on:
         c = first - 1 - seen - o_c
         bound = gl.load(bounds_ptr + gl.maximum(c, 0), mask=c >= 0, other=0.0)
-        sums = left + gl.associative_scan(bound, 0, add)
-        # the first place in this block at which the sum suffices; BLOCK: there is none
-        reached = gl.min(gl.where((sums <= truncation_log2) & (c >= 0), o_c, BLOCK), 0)
-        left += gl.sum(bound, 0)
-        seen += gl.minimum(reached + 1, BLOCK)
-        goes_on = (reached == BLOCK) & (seen < first)
+        bound_sums = bound_sum + gl.associative_scan(bound, 0, add)
+        # the first of these LOOK places at which the sum suffices; LOOK: there is none
+        reached = gl.min(gl.where((bound_sums <= truncation_log2) & (c >= 0), o_c, LOOK), 0)
+        bound_sum += gl.sum(bound, 0)
+        seen += gl.minimum(reached + 1, LOOK)
+        goes_on = (reached == LOOK) & (seen < first)
     return gl.minimum(seen, first)

@@ -65,7 +65,7 @@ def _hopper_kernel(
     roles, of which `states` has two lanes, pass tiles through rings in shared memory (`rings.py`).
 
     descriptors: of q, k and v, of the inverses (A) and of the output
-    truncation_log2: see `parts.reach_back`.  seqlen: positions of a row of the batch
+    cu_strides: of cu_seqlens.  truncation_log2: see `reach_back`.  seqlen: positions of a row
     sequences, slots, segment_chunks: numbers of sequences, slots of chunks, chunks of a segment
     """
     (

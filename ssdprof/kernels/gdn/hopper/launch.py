@@ -29,7 +29,9 @@ from ssdprof.kernels.tensors import (
 )
 
 AHEAD = 3  # stages of the loop of `_combine_kernel`: parts that are being loaded or used
-RING, PARTS_RING = 2, 3  # slots of the rings of `_hopper_kernel` and of `_parts_kernel`
+# slots of the rings of `_hopper_kernel` and of `_parts_kernel`, which has fewer rings: as many as
+# fit in 227 KiB of shared memory
+RING, PARTS_RING = 2, 3
 # registers per thread: of the role `states`, of `part_states`, which holds two matrices, and of
 # the roles that compute gates, load and store; in `_hopper_kernel`, `scores` has the rest
 STATE_REGISTERS, PARTS_REGISTERS, OTHER_REGISTERS = 192, 240, 24

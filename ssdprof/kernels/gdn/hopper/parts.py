@@ -60,7 +60,9 @@ from ssdprof.kernels.hopper.ring import CHUNK
 # thread would read fewer than LOOKS / MOST_ROWS = 4 bounds at a time, and segments have no parts.
 LEAST_ROWS, MOST_ROWS = 128, 512
 LOOKS = gl.constexpr(2048)  # bounds that one iteration of `reach_back` reads, for all rows together
-FIELDS = gl.constexpr(11)  # numbers per part in the table of a program's parts
+# numbers per part in the table of a program's parts: the six of its `Sequence`, then the head, the
+# chunk after the part, the chunks, the row, and the program's chunks before the part
+FIELDS = gl.constexpr(11)
 by_j = gl.constexpr(product_layout(64, 4))  # (j, half of K)
 
 STAGES = {
@@ -98,36 +100,37 @@ class Parts:
         for i in gl.static_range(FIELDS):
             fields += (scalar(self.table.index(k * FIELDS + i)),)
         head, end, chunks, row, before = fields[6:]
+        # no chunks after the first pass; and not the end of its sequence (k < 0 is a false scalar)
         sequence, none = Sequence(*fields[:6]), gl.to_tensor(0)
         return GDNSegment(sequence, head, end, chunks, none, k < 0, row), before
 
 
 @gluon.jit
 def reach_back(
-    first, wanted, bounds, limit, truncation_log2, LOOK: gl.constexpr, layout: gl.constexpr
+    first, wanted, bounds_ptr, limit, truncation_log2, LOOK: gl.constexpr, layout: gl.constexpr
 ):
     """Chunks of a first pass before chunk `first` of each row (rows); all chunks before it if the
     state never becomes negligible, or not within `limit` chunks.
 
     wanted: whether the result of the row is needed; else it is 0
-    bounds: for each row, the pointer to the bound of its sequence's first chunk
+    bounds_ptr: (rows) pointers to the bound of the first chunk of the row's sequence
     limit: in chunks.  The search ends after the iteration that reaches it.
     truncation_log2: log2 of the share of a state that a first pass may neglect where it begins
     LOOK: chunks per row and iteration.  layout: of (rows, LOOK)
     """
     o_c = gl.arange(0, LOOK, gl.SliceLayout(0, layout))
-    # back: the result, -1 as long as it is unknown.  left: sum of the bounds of the chunks seen
-    back, left = gl.where(wanted, -1, 0), wanted.to(gl.float32) * 0.0
+    # back: the result, -1 as long as it is unknown.  bound_sum: of the `seen` chunks before `first`
+    back, bound_sum = gl.where(wanted, -1, 0), wanted.to(gl.float32) * 0.0
     seen = gl.to_tensor(0)
     goes_on = gl.max(wanted.to(gl.int32), 0) > 0
     while goes_on:
         c = (first - 1 - seen)[:, None] - o_c[None, :]
         inside = (back < 0)[:, None] & (c >= 0)
-        bound = gl.load(bounds[:, None] + gl.maximum(c, 0), mask=inside, other=0.0)
-        sums = left[:, None] + gl.associative_scan(bound, 1, add)
-        reached = gl.min(gl.where(inside & (sums <= truncation_log2), o_c[None, :], LOOK), 1)
+        bound = gl.load(bounds_ptr[:, None] + gl.maximum(c, 0), mask=inside, other=0.0)
+        bound_sums = bound_sum[:, None] + gl.associative_scan(bound, 1, add)
+        reached = gl.min(gl.where(inside & (bound_sums <= truncation_log2), o_c[None, :], LOOK), 1)
         back = gl.where((back < 0) & (reached < LOOK), seen + reached + 1, back)
-        left += gl.sum(bound, 1)
+        bound_sum += gl.sum(bound, 1)
         seen += LOOK
         goes_on = (seen < limit) & (gl.max((back < 0).to(gl.int32), 0) > 0)
     return gl.where(back < 0, first, back)
@@ -143,9 +146,11 @@ def first_passes(
     a sequence's last segment is slow, so are its head's rows whose segments begin after more than
     `least_first_pass` chunks.
 
-    rows, sequences: their numbers.  segment_chunks: chunks of a segment.
-    limits: `longest_first_pass` and `least_first_pass`.  truncation_log2: as in `reach_back`.
-    packing, bounds: as in `segment_of`
+    rows, sequences: their numbers.  segment_chunks: chunks of a segment
+    packing: positions of a row of the batch, the pointer to cu_seqlens, or None, and its stride
+    bounds: pointer to the bounds of all chunks (HV, slots), and the number of slots
+    limits: `longest_first_pass` and `least_first_pass`, in chunks
+    truncation_log2: as in `reach_back`
     """
     longest_first_pass, least_first_pass = limits
     LOOK: gl.constexpr = LOOKS // S.ROWS
@@ -160,9 +165,11 @@ def first_passes(
     bounds_ptr = bounds_of(bounds, row % S.HEADS, sequence)
     # rows that are slow because that of the last segment is
     late = exists & (first > least_first_pass)
-    last = gl.where(late, (length - 1) // segment_chunks * segment_chunks, 0)
-    at_last = reach_back(last, late, bounds_ptr, longest_first_pass, truncation_log2, LOOK, layout)
-    slow = late & (at_last > longest_first_pass)
+    first_of_last = gl.where(late, (length - 1) // segment_chunks * segment_chunks, 0)
+    back_of_last = reach_back(
+        first_of_last, late, bounds_ptr, longest_first_pass, truncation_log2, LOOK, layout
+    )
+    slow = late & (back_of_last > longest_first_pass)
     # the other rows
     back = reach_back(
         first, exists & (slow == 0), bounds_ptr, longest_first_pass, truncation_log2, LOOK, layout
@@ -172,12 +179,13 @@ def first_passes(
 
 @gluon.jit
 def write_part(
-    table, k, t, before, row, previous, sequence, segment_chunks, pairs, S: gl.constexpr
+    table, k, part_index, before, row, previous, sequence, segment_chunks, pairs, S: gl.constexpr
 ):
-    """Write part t % PARTS of the segment before a row to the table, as the program's k-th part.
-    Returns `before` plus the chunks of the part.
+    """Write a part of the segment before a row to the table, as the program's k-th part.  Returns
+    `before` plus the chunks of the part.
 
-    t: index of the part among those of all slow rows
+    table: of `parts_of`, (parts * FIELDS, 1) int32 in shared memory
+    part_index: index of the part among those of all slow rows, PARTS of each
     before: the program's chunks before this part
     previous: chunks of the first pass of the segment with the parts, -1 if that segment's row is
         slow, too
@@ -186,7 +194,7 @@ def write_part(
     pairs: sequences times heads
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    part = t % S.PARTS
+    part = part_index % S.PARTS
     end = row // pairs * segment_chunks + (part + 1) * (segment_chunks // S.PARTS)
     # the first part begins with that first pass, unless the state before it is unknown
     chunks = segment_chunks // S.PARTS + gl.where((part == 0) & (previous >= 0), previous, 0)
@@ -243,7 +251,7 @@ def parts_of(
         gl.store(warmup_lengths_ptr + o_r, warmup_lengths, mask=o_r < rows)
     slow = (warmup_lengths < 0).to(gl.int32)
     slow_rows = gl.associative_scan(slow, 0, add)
-    # every `programs`-th part of the slow rows
+    # the table: every `programs`-th part of the slow rows
     table = gl.allocate_shared_memory(
         gl.int32, [S.PARTS_OF_PROGRAM * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -251,12 +259,14 @@ def parts_of(
     pairs = sequences * S.HEADS
     before = gl.to_tensor(0)
     for k in range(count):
-        t = program + k * programs
-        row = nth_slow_row(slow_rows, t // S.PARTS)
+        part_index = program + k * programs
+        row = nth_slow_row(slow_rows, part_index // S.PARTS)
         # 0 if the segment with the parts begins its sequence
         previous = value_at(warmup_lengths, o_r, row - pairs)
         sequence = sequence_at(row // S.HEADS % sequences, *packing)
-        before = write_part(table, k, t, before, row, previous, sequence, segment_chunks, pairs, S)
+        before = write_part(
+            table, k, part_index, before, row, previous, sequence, segment_chunks, pairs, S
+        )
     role_barrier()  # the table is written before the roles read it
     return Parts(table, count)
 
@@ -439,15 +449,15 @@ def _combine_kernel(
     for i in tl.range(begin * PARTS, end * PARTS, num_stages=AHEAD):
         # M^T as two bf16 numbers, and N^T
         row, part = i // PARTS * pairs + pair, i % PARTS
-        at = (row * PARTS + part).to(tl.int64) * (DIM * DIM)
-        high = tl.load(moves_ptr + 2 * at + matrix)
-        low = tl.load(moves_ptr + 2 * at + DIM * DIM + matrix)
-        N = tl.load(parts_ptr + at + tile)
+        offset = (row * PARTS + part).to(tl.int64) * (DIM * DIM)
+        high = tl.load(moves_ptr + 2 * offset + matrix)
+        low = tl.load(moves_ptr + 2 * offset + DIM * DIM + matrix)
+        N = tl.load(parts_ptr + offset + tile)
         slow = tl.load(warmup_lengths_ptr + row) < 0
-        before = tl.load(warmup_lengths_ptr + row - pairs, mask=row >= pairs, other=0)
-        # the first part of a segment whose first pass begins at the sequence's start, or where the
-        # state is negligible: the state before it is the initial state, or zero
-        if (part == 0) & (before >= 0):
+        previous = tl.load(warmup_lengths_ptr + row - pairs, mask=row >= pairs, other=0)
+        # the first part of a segment that has a first pass, of `previous` chunks: the state before
+        # it is the initial state if that pass begins at the sequence's start, else negligible
+        if (part == 0) & (previous >= 0):
             state = tl.zeros([BLOCK_V, DIM], tl.float32)
             if initial_ptr is not None:
                 sequence, head = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
@@ -455,7 +465,7 @@ def _combine_kernel(
                 at_v = o_v.to(tl.int64) * initial_strides[3]
                 at_k = o_k.to(tl.int64) * initial_strides[2]
                 # whether that first pass has all chunks before the segment
-                begins = before == i // PARTS * segment_chunks
+                begins = previous == i // PARTS * segment_chunks
                 tile_of_initial = initial_ptr + of_pair + at_v[:, None] + at_k[None, :]
                 state = tl.load(tile_of_initial, mask=begins, other=0.0).to(tl.float32)
         # the state after the part
@@ -465,4 +475,4 @@ def _combine_kernel(
         moved = tl.dot(state_low, high) + tl.dot(state_high, low) + tl.dot(state_high, high)
         state = N + moved
         entering = entering_ptr + row.to(tl.int64) * (DIM * DIM) + tile
-        tl.store(entering, state, mask=tl.where(part == PARTS - 1, slow, False))
+        tl.store(entering, state, mask=tl.where(part == PARTS - 1, slow, False))  # the last one

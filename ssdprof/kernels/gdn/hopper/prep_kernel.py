@@ -104,29 +104,38 @@ def diagonal_of(product):
 
 
 @gluon.jit
-def load_gates(first_head, left, first, gates, AT_ONCE: gl.constexpr):
+def load_gates(first_head, remaining, offsets, gates, AT_ONCE: gl.constexpr):
     """g and beta (head, i) of a program's heads, in the layout `by_head`, zeros past the sequence's
     end.  Three heads are padded with a row of zeros.
 
     first_head: the first of the program's AT_ONCE heads
-    left: positions from the chunk's start to the sequence's end
-    first: offsets of the chunk's first position in g and in beta
-    gates: pointers to g and to beta, and the strides of both
+    remaining: positions from the chunk's start to the sequence's end
+    offsets: of the chunk's first position in g, and in beta, in elements
+    gates: pointers to g and to beta, and the strides of both between rows of the batch, positions
+        and heads
     """
     g_ptr, beta_ptr, g_strides, beta_strides = gates
     o_h, o_i = tile_indices(next_power_of_2(AT_ONCE), CHUNK, by_head)
-    inside = (o_h < AT_ONCE)[:, None] & (o_i < left)[None, :]
+    inside = (o_h < AT_ONCE)[:, None] & (o_i < remaining)[None, :]
     o_h, o_i = (first_head + o_h).to(gl.int64)[:, None], o_i.to(gl.int64)[None, :]
-    g = gl.load(g_ptr + first[0] + o_h * g_strides[2] + o_i * g_strides[1], mask=inside, other=0.0)
+    g = gl.load(
+        g_ptr + offsets[0] + o_h * g_strides[2] + o_i * g_strides[1], mask=inside, other=0.0
+    )
     beta = gl.load(
-        beta_ptr + first[1] + o_h * beta_strides[2] + o_i * beta_strides[1], mask=inside, other=0.0
+        beta_ptr + offsets[1] + o_h * beta_strides[2] + o_i * beta_strides[1],
+        mask=inside,
+        other=0.0,
     )
     return g, beta
 
 
 @gluon.jit
 def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: gl.constexpr):
-    """Store the sums since the chunk's start of g (head, i), which are log2 decays."""
+    """Store the decays G (head, i) of a chunk's heads: the sums of g since the chunk's start.
+
+    g: (head, i), log2 decays of AT_ONCE heads from `first_head` on.  slot: of the chunk
+    decays_ptr: (slots, HEADS, 64) fp32
+    """
     o_h, o_i = tile_indices(next_power_of_2(AT_ONCE), CHUNK, by_head)
     tile = decays_ptr + (slot.to(gl.int64) * HEADS + first_head) * CHUNK
     o_h, o_i = o_h[:, None], o_i[None, :]
@@ -150,7 +159,8 @@ def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE:
 
 @gluon.jit
 def begin_inverses(KK, blocks, betas, FIRST: gl.constexpr, HEADS: gl.constexpr):
-    """Scratch memory with L of HEADS heads of a program, one or two, beginning with head FIRST.
+    """Store L of HEADS heads of a program, one or two, beginning with head FIRST, in new scratch
+    memory, and return it.
 
     KK: K K^T (i, j), with the norms' factors.  blocks: its diagonal blocks.  betas: (head, i) of
     all heads of the program, in shared memory
@@ -181,18 +191,18 @@ def overlaps_of(blocks, NORMALISE: gl.constexpr):
 
 
 @gluon.jit
-def in_fours(row):
+def in_fours(block):
     """Split a block of 16 columns (j, i) into four tensors: the first, second, third and fourth of
-    the numbers that a thread has of each row.  Each is (j, i // 2 % 4).
+    the numbers that a thread has of each j.  Each is (j, i // 2 % 4).
     """
-    even, odd = gl.split(row.reshape([CHUNK, 2, BLOCK // 4, 2]).permute((0, 2, 1, 3)))
+    even, odd = gl.split(block.reshape([CHUNK, 2, BLOCK // 4, 2]).permute((0, 2, 1, 3)))
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
     return first, second, third, fourth
 
 
 @gluon.jit
-def round_with_carry(row, overlap, factor, length, error, dtype: gl.constexpr):
+def round_with_carry(block, overlap, factor, length, error, dtype: gl.constexpr):
     """Round a block of 16 columns (j, i) of the inverse, times `factor`, to `dtype`.  Returns the
     rounded block, and the rounding error that is carried to the next block, (j, i // 2 % 4).
 
@@ -204,19 +214,19 @@ def round_with_carry(row, overlap, factor, length, error, dtype: gl.constexpr):
 
     overlap: of the block's columns (`overlaps_of`)
     factor, length: 1 / |k_i| and |k_i|; None if the call does not normalise keys
-    error: that of the block before, or 0
+    error: that of the block before; 0 for the first block of a head
     """
     # all by the place of a number among the four of a thread
-    overlaps, _ = gl.broadcast(overlap[None, :], row)
-    numbers, shares = in_fours(row), in_fours(overlaps)
+    overlaps, _ = gl.broadcast(overlap[None, :], block)
+    numbers, shares = in_fours(block), in_fours(overlaps)
     if factor is not None:
-        factors, _ = gl.broadcast(factor[None, :], row)
-        lengths, _ = gl.broadcast(length[None, :], row)
+        factors, _ = gl.broadcast(factor[None, :], block)
+        lengths, _ = gl.broadcast(length[None, :], block)
         factors, lengths = in_fours(factors), in_fours(lengths)
     rounded = ()
     for k in gl.static_range(4):
         # The number before the first one is in another block, whose overlap is not known.  The
-        # third number's overlap with the second takes its place.
+        # third number's overlap with the second takes its place: share 2 for k = 0, else share k.
         number = numbers[k] + error * shares[max(k, 2 - k)]
         if factor is None:
             rounded += (number.to(dtype),)
@@ -280,6 +290,12 @@ def _prep_kernel(
     """Compute the inverses of one chunk of AT_ONCE value heads of a key head, their decays and
     bounds, and, with NORMALISE, the norms of the chunk's keys and queries.  Several programs of a
     key head store the same norms.
+
+    descriptors: of k and q, and of the inverses (A)
+    tensors: pointers to g, beta, cu_seqlens (None for a batch), decays, bounds and norms (None
+        without NORMALISE).  strides: of g and beta between rows of the batch, positions and heads,
+        and of cu_seqlens
+    seqlen: positions of a row of the batch.  sequences, slots: their numbers
     """
     g_ptr, beta_ptr, cu_seqlens_ptr, decays_ptr, bounds_ptr, norms_ptr = tensors
     HEADS: gl.constexpr = S.HEADS
@@ -304,18 +320,19 @@ def _prep_kernel(
     if t < sequence.length:
         batch = gl.where(cu_seqlens_ptr is None, sequence.index, 0).to(gl.int64)
         position = (sequence.begin + t).to(gl.int64)
-        first = (
+        offsets = (
             batch * g_strides[0] + position * g_strides[1],
             batch * beta_strides[0] + position * beta_strides[1],
         )
         gates = (g_ptr, beta_ptr, g_strides, beta_strides)
         # loads of g and beta, then of k and q, which overlap
-        g, beta = load_gates(first_head, sequence.length - t, first, gates, AT_ONCE)
+        g, beta = load_gates(first_head, sequence.length - t, offsets, gates, AT_ONCE)
         where = [sequence.tile, key_head, sequence.tile_row + t, 0]
         k, full = begin_load(k_desc, where)
         if NORMALISE:
             q, q_full = begin_load(q_desc, where)
         all_betas = gl.allocate_shared_memory(gl.float32, [PADDED_HEADS * CHUNK], vector)
+        # the same memory as (head, i)
         betas = reinterpret(all_betas, gl.float32, [PADDED_HEADS, CHUNK], vector)
         squares = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)
         factors = gl.allocate_shared_memory(gl.float32, [CHUNK], vector)

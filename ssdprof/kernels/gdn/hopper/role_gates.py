@@ -16,7 +16,7 @@ LEAST = gl.constexpr(-150.0)  # least log2 of a decay: 2^LEAST rounds to 0 in fp
 STAGES = {
     "log2_decays": "gate_cumsum",
     "sums": "gate_cumsum",
-    "store_decays": "gate_cumsum",
+    "store_vectors": "gate_cumsum",
     "chunk_gates": "gate_cumsum",
     "gates": "gate_cumsum",
 }
@@ -47,7 +47,7 @@ def sums(g, AXIS: gl.constexpr):
 
 
 @gluon.jit
-def store_decays(rings, n, G, G_end, to_output, layout: gl.constexpr):
+def store_vectors(rings, n, G, G_end, to_output, layout: gl.constexpr):
     """Store all vectors of decays of the program's n-th chunk except FROM_STATE.
 
     G: log2 decays since the chunk's start (CHUNK), in `layout`.  G_end: that of the whole chunk.
@@ -79,7 +79,7 @@ def chunk_gates(env, segment, j, n):
         to_output = env.scale * gl.load(norms + CHUNK)
         key_factor = gl.load(norms)
     rings.keys.wait_empty(n)
-    store_decays(rings, n, G, G_end, to_output, layout)
+    store_vectors(rings, n, G, G_end, to_output, layout)
     if env.norms_ptr is not None:
         from_state *= key_factor
     rings.vector(n, FROM_STATE).store(from_state)

@@ -31,7 +31,7 @@ from ssdprof.kernels.hopper.ring import CHUNK
 # 128^-1/2 the whole factor is 1.4 / |q_i|, so that the scores of a key are at most 1.4 |k_j| if the
 # call normalises q.
 UP = gl.constexpr(4.0)
-BLOCKS = gl.constexpr(2)  # X is computed in this many blocks of columns, to limit registers
+COLUMN_BLOCKS = gl.constexpr(2)  # X is computed in so many blocks of columns, to limit registers
 
 STAGES = {"update_of": "state_factor", "weights_of": "out_factor", "scores": "out_factor"}
 WAITS = {
@@ -46,7 +46,7 @@ WAITS = {
 @gluon.jit
 def update_of(rings, n):
     """Compute X (j, K) of the program's n-th chunk, and store it in the ring `updates`."""
-    WIDTH: gl.constexpr = DIM // BLOCKS
+    WIDTH: gl.constexpr = DIM // COLUMN_BLOCKS
     layout: gl.constexpr = product_layout(WIDTH, 4)
     rings.keys.wait_full(n)  # for k from `loads` and all vectors from `gates`
     rings.inverses.wait_full(n)
@@ -55,11 +55,11 @@ def update_of(rings, n):
     begun = begin_product(inverse, k.slice(0, WIDTH, dim=1), layout)
     to_end = rings.vector(n, TO_END).load(gl.SliceLayout(1, layout))
     rings.updates.wait_empty(n)
-    for p in gl.static_range(BLOCKS):
+    for block in gl.static_range(COLUMN_BLOCKS):
         part = warpgroup_mma_wait(0, deps=[begun])
-        X.slice(p * WIDTH, WIDTH, dim=1).store((part * to_end[:, None]).to(X.dtype))
-        if p + 1 < BLOCKS:
-            begun = begin_product(inverse, k.slice((p + 1) * WIDTH, WIDTH, dim=1), layout)
+        X.slice(block * WIDTH, WIDTH, dim=1).store((part * to_end[:, None]).to(X.dtype))
+        if block + 1 < COLUMN_BLOCKS:
+            begun = begin_product(inverse, k.slice((block + 1) * WIDTH, WIDTH, dim=1), layout)
     fence_async_shared()  # makes the stores visible to the asynchronous products that read X
     mbarrier.arrive(rings.updates.full_at(n), count=1)
 

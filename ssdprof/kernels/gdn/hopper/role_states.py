@@ -50,7 +50,8 @@ WAITS = {
     "weights": "waiting.weights",
     "outputs": "chunk_output",
 }
-# where the four strides of initial states, and those of final states, begin in STATE_STRIDES
+# where the four strides of initial states (sequences, HV, K, V), and those of final states, begin
+# in STATE_STRIDES
 INITIAL, FINAL = gl.constexpr(0), gl.constexpr(4)
 ROWS = gl.constexpr(64)  # rows of V of a lane
 # Layouts in registers: of a state (V, K) and of a tile (V, i), which are results of products; and
@@ -168,7 +169,8 @@ def scan_chunk(rings, state, n, m, LANE: gl.constexpr):
 def state_tile(ptr, segment, first_row, WHICH: gl.constexpr, S: gl.constexpr):
     """Pointers (ROWS, K) to a state of the segment's sequence and head among (sequences, HV, K, V).
 
-    first_row: first row of V.  WHICH: INITIAL or FINAL
+    first_row: first row of V.  WHICH: INITIAL or FINAL, where the strides of these states begin in
+    STATE_STRIDES: between sequences, heads, elements of K and elements of V
     """
     o_v, o_k = tile_indices(ROWS, DIM, by_k)
     STRIDES: gl.constexpr = S.STATE_STRIDES

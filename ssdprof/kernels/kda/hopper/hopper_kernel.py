@@ -18,7 +18,7 @@ with lower numbers, which a GPU starts first, so that the running program with t
 never waits.  The cuts of sequences have no effect on bits.
 
 In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV)
-         initial_states (sequences, HV, K, V) | cu_seqlens (sequences + 1)
+         initial_state (sequences, HV, K, V) | cu_seqlens (sequences + 1)
 Between: keys, queries, X (slots, HV, 64, K) | W (slots, HV, 64, 64), all in q's dtype
          ends (slots, HV, K) fp32
          sync int32, zeroed: for each slab and head, the number of programs that have prepared it;

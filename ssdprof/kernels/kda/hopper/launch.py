@@ -27,6 +27,7 @@ from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.tensors import (
     Described,
     Part,
+    PartPlace,
     described,
     places,
     row_stride,
@@ -108,7 +109,7 @@ def flag_count(inputs: KDAInputs, config: KDAHopperConfig) -> int:
     return slab_count(inputs, config) * int(heads * (1 + value_dim // HALF.value))
 
 
-def workspace(inputs: KDAInputs) -> tuple[int, dict[str, tuple[int, int, torch.dtype]]]:
+def workspace(inputs: KDAInputs) -> tuple[int, dict[str, PartPlace]]:
     """The bytes of the tensors that programs of `hopper_kernel.py` write for each other, and their
     places (`tensors.places`).
     """

@@ -200,8 +200,10 @@ def product_of(rows, columns, acc, layout: gl.constexpr):
     """acc (block, i, j) + products of tiles (block, i, K) and (block, j, K) of shared memory."""
     # numbers in a 32-bit register of an operand
     width: gl.constexpr = 1 if rows.dtype == gl.float32 else 2
-    a = rows.load(gl.DotOperandLayout(0, layout, width))
-    return mma_v2(a, columns.permute((0, 2, 1)).load(gl.DotOperandLayout(1, layout, width)), acc)
+    row_operand = rows.load(gl.DotOperandLayout(0, layout, width))
+    return mma_v2(
+        row_operand, columns.permute((0, 2, 1)).load(gl.DotOperandLayout(1, layout, width)), acc
+    )
 
 
 @gluon.jit

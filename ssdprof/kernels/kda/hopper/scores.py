@@ -142,8 +142,9 @@ def add_blocks(acc, rows, columns):
 
 @gluon.jit
 def add_half_products(sums, operands, half):
-    """The sums with the products of half of the channels added.  The rows i of all five sums are
-    those of q and k in turn, eight of each.
+    """The sums with the products of half of the channels added.
+
+    sums: five tensors, whose rows i are those of q and k in turn, eight of each:
 
     first, second (block, i, j): inside the first and the second eight of each 16 positions
     between (block, i, j): from the first to the second eight of each 16 positions
@@ -251,16 +252,18 @@ def inverse_of(minus_L, diagonal):
     columns = diagonal.load(right)
     transposed = gl.convert_layout(columns.permute((0, 2, 1)), blocks_layout)
     identity = gl.where(i == j, 1.0, zero)
+    # blocks of 2, whose part below the diagonal is -L; D_t is D transposed
     D = gl.where(((i ^ j) == 1) & (i > j), minus_L.to(gl.float32), identity)
     D_t = gl.where(((i ^ j) == 1) & (i < j), transposed.to(gl.float32), identity)
-    for level in gl.static_range(1, 4):
+    for level in gl.static_range(1, 4):  # h = 2, 4, 8
         D_rows, D_t_rows = D.to(gl.float16), D_t.to(gl.float16)
+        # T = -D L, then -D L D, and its transpose
         T = mma_v2(gl.convert_layout(D_rows, left), columns, zero).to(gl.float16)
         D_columns = gl.convert_layout(D_t_rows.permute((0, 2, 1)), right)
         below = mma_v2(gl.convert_layout(T, left), D_columns, zero)
         T_columns = gl.convert_layout(T.permute((0, 2, 1)), right)
         above = mma_v2(gl.convert_layout(D_t_rows, left), T_columns, zero)
-        apart = ((i ^ j) >> level) == 1
+        apart = ((i ^ j) >> level) == 1  # in different halves of a block of 2 h
         D = gl.where(apart & (i > j), below, D)
         D_t = gl.where(apart & (i < j), above, D_t)
     return D_t

@@ -73,6 +73,7 @@ def pass_half(rings, decayed, Y, QS, n, WHICH: gl.constexpr):
         gl.convert_layout(Y, k_operand), rings.updates.tile(n), decayed, is_async=True
     )
     # stage chunk_output
+    # `weights` has the two slots of `updates`
     W = rings.weights.index(place_in(n, 2)).permute((1, 0))
     out_begun = warpgroup_mma(Y, W, QS, is_async=True)
     state, out = warpgroup_mma_wait(0, deps=[state_begun, out_begun])

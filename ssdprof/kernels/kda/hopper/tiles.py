@@ -110,6 +110,7 @@ def store_segment(env, ring, written, segment, n):
     """
     _, _, _, _, out_desc = env.tensor_descs
     for j in range(segment.nchunks):
+        # every second chunk uses the same barrier, in alternating phases
         mbarrier.wait(written.index((n + j) % 2), (n + j) // 2 & 1)
         t = segment.sequence.tile_row + (segment.first + j) * CHUNK
         corner = [segment.sequence.tile, segment.head, t, segment.first_v]

@@ -2,7 +2,7 @@
 has all of a sequence and head, so that each of its inputs is read once, and nothing but outputs and
 final states is written.
 
-In:    q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_states
+In:    q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_state
        (sequences, HV, K, V) | cu_seqlens (sequences + 1)
 Out:   out (B, T, HV, V) | final_states (sequences, HV, K, V) fp32, any strides
 Grid:  (sequences * HV), heads fastest
@@ -120,7 +120,7 @@ def _kda_whole_kernel(
     batch = gl.where(S.PACKED, 0, sequence.index).to(gl.int64)
     rings = allocate(q_desc.dtype, g_desc.dtype, S)
     begin_barriers(rings)
-    role_barrier()
+    role_barrier()  # the mbarriers are initialised before any role uses them
     env = KDAWhole(
         (q_desc, k_desc, g_desc, v_desc, out_desc),
         rings,

@@ -86,7 +86,7 @@ class SSDHopperConfig(Cut):
             if segments.shares:
                 reason = f"equal shares for {sm_count} programs"
             reason += f": {sequences} x {nchunks} chunks on {sm_count} SMs"
-        _, take, why = first_fit(HOPPER, wide=False, dstate=inputs.B.shape[3])
+        _, take, why = first_fit(HOPPER, fp32=False, dstate=inputs.B.shape[3])
         return cls(**asdict(segments) | take, reason=f"{reason}; {why}")
 
 
@@ -263,7 +263,8 @@ def candidates(nchunks: int, programs_per_pair: float) -> Iterator[Cut]:
     """Candidate cuts of a sequence of `nchunks` chunks; the GPU runs `programs_per_pair` programs
     per pair at once.
     """
-    # no cut, and equal segments
+    # no cut, and equal segments: as many as run at once or one more, and numbers about a factor of
+    # the square root of two apart
     yield Cut(segment=max(1, nchunks))
     at_once = max(1, int(programs_per_pair))
     for count in sorted({2, 3, 4, 6, 8, 11, 16, 22, 32, at_once, at_once + 1}):

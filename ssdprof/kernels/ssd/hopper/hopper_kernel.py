@@ -136,7 +136,8 @@ class StreamK:
     @gluon.jit
     def segment_at(self, i):
         """The program's i-th segment, and the number of the program's chunks before it."""
-        k = i - gl.minimum(self.begun_chunks, 1)  # -1: the beginning; `wholes`: the rest
+        # the number of the whole pair; -1: the beginning; `wholes`: the rest
+        k = i - gl.minimum(self.begun_chunks, 1)
         begins, ends = k < 0, k == self.wholes
         pair = gl.where(
             begins, self.begun, gl.where(ends, self.ended, k * self.programs + self.rank)
@@ -188,15 +189,24 @@ def extent_of(index, first, most, length, S: gl.constexpr):
 
 
 @gluon.jit
-def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: gl.constexpr):
+def segment_of(
+    ticket, seqlen, sequences, dt_strides, segment_chunks, long_count, long_chunks, S: gl.constexpr
+):
     """The segment of a ticket, in a batch.  Units vary fastest, then sequences, then segments.  A
-    sequence has LONG_COUNT segments of K_LONG chunks, and then segments of K chunks.
+    sequence has `long_count` segments of `long_chunks` chunks, and then segments of
+    `segment_chunks` chunks.
+
+    seqlen: positions of a sequence.  dt_strides: of dt, the first one between sequences
     """
     rank = ticket // S.PAIRS
     sequence, index = rank % sequences, rank // sequences
-    is_long = index < LONG_COUNT
-    first = gl.where(is_long, index * K_LONG, LONG_COUNT * K_LONG + (index - LONG_COUNT) * K)
-    most = gl.where(is_long, K_LONG, K)
+    is_long = index < long_count
+    first = gl.where(
+        is_long,
+        index * long_chunks,
+        long_count * long_chunks + (index - long_count) * segment_chunks,
+    )
+    most = gl.where(is_long, long_chunks, segment_chunks)
     nchunks, last, has_first_pass, first_pass_end, first_pass_chunks = extent_of(
         index, first, most, seqlen, S
     )
@@ -220,9 +230,11 @@ def segment_of(ticket, seqlen, sequences, dt_strides, K, LONG_COUNT, K_LONG, S: 
 
 
 @gluon.jit
-def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
+def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, segment_chunks):
     """The `rank`-th segment of packed sequences: (its sequence, its index there, the sequence's
     first position and length, whether the segment exists).
+
+    segment_chunks: chunks of a segment, if its sequence is long enough
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     sequence = 0  # number of sequences that end before the segment
@@ -238,32 +250,44 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K):
         stop = gl.load(cu_seqlens_ptr + o_stop * cu_seqlens_stride).to(gl.int32)
         # an empty sequence has one segment without chunks, which copies the initial state to the
         # final state
-        segments = gl.maximum(gl.cdiv(gl.cdiv(stop - start, CHUNK), K), 1)
+        segments = gl.maximum(gl.cdiv(gl.cdiv(stop - start, CHUNK), segment_chunks), 1)
         ends_before = counted + gl.associative_scan(segments, 0, add) <= rank
         sequence += gl.sum(ends_before.to(gl.int32), 0)
         segments_before += gl.sum(gl.where(ends_before, segments, 0), 0)
         counted += gl.sum(segments, 0)
     exists = sequence < sequences
-    p = cu_seqlens_ptr + gl.minimum(sequence, sequences - 1).to(gl.int64) * cu_seqlens_stride
-    begin = gl.load(p).to(gl.int32)
-    length = gl.load(p + cu_seqlens_stride).to(gl.int32) - begin
+    begin_ptr = (
+        cu_seqlens_ptr + gl.minimum(sequence, sequences - 1).to(gl.int64) * cu_seqlens_stride
+    )
+    begin = gl.load(begin_ptr).to(gl.int32)
+    length = gl.load(begin_ptr + cu_seqlens_stride).to(gl.int32) - begin
     return sequence, rank - segments_before, begin, length, exists
 
 
 @gluon.jit
 def packed_segment_of(
-    ticket, seqlen, sequences, cu_seqlens_ptr, cu_seqlens_stride, dt_strides, K, S: gl.constexpr
-):  # fmt: skip
+    ticket,
+    seqlen,
+    sequences,
+    cu_seqlens_ptr,
+    cu_seqlens_stride,
+    dt_strides,
+    segment_chunks,
+    S: gl.constexpr,
+):
     """The segment of a ticket, and whether it exists.  Units vary fastest, then segments, then
     sequences.
+
+    seqlen: positions of the pack.  segment_chunks: chunks of a segment, if its sequence is long
+        enough.  dt_strides: of dt, the second one between positions
     """
     rank = ticket // S.PAIRS
     sequence, index, begin, length, exists = find_segment(
-        rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, K
+        rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, segment_chunks
     )
-    first = index * K
+    first = index * segment_chunks
     nchunks, last, has_first_pass, first_pass_end, first_pass_chunks = extent_of(
-        index, first, K, length, S
+        index, first, segment_chunks, length, S
     )
     segment = SSDSegment(
         sequence,
@@ -300,18 +324,19 @@ def share_of(program, seqlen, sequences, dt_strides, S: gl.constexpr):
     begun, taken = (program + 1) * extra % programs, program * extra % programs
     # `divisor`, the greatest common divisor, is the number of programs that begin equally large
     # parts; `same` is how many of these precede this program
-    divisor, left = programs, extra
-    while left > 0:
-        divisor, left = left, divisor % left
+    divisor, remainder = programs, extra
+    while remainder > 0:
+        divisor, remainder = remainder, divisor % remainder
     same = program * divisor // programs
     wholes = pairs // programs - 1 + (begun <= extra).to(gl.int32)
     rest = gl.where(taken > 0, nchunks - nchunks * taken // programs, 0)
-    # from this pair on, pairs are begun by the program of their rank, if its beginning has chunks
-    split = pairs - programs
+    # The first pair that may be divided.  From it on, pairs are begun by the program of their rank,
+    # if its beginning has chunks.
+    first_begun = pairs - programs
     return StreamK(
         program, programs, begun + same, seqlen, nchunks, gl.to_tensor(dt_strides[0]), wholes,
-        split + begun + same, nchunks * begun // programs, split + taken + same, rest, S.PAIRS,
-        S.UNITS,
+        first_begun + begun + same, nchunks * begun // programs, first_begun + taken + same, rest,
+        S.PAIRS, S.UNITS,
     )  # fmt: skip
 
 
@@ -338,17 +363,17 @@ class SSDEnv:
 
 # Triton 3.6 does not compile warp_specialize with a constant 1 among its arguments, so integers are
 # not specialised.  Those in tuples always are.
-@gluon.jit(do_not_specialize=["seqlen", "sequences", "K", "LONG_COUNT", "K_LONG"])
+@gluon.jit(do_not_specialize=["seqlen", "sequences", "segment_chunks", "long_count", "long_chunks"])
 def _fused_hopper_kernel(
-    x_desc, B_desc, C_desc, out_desc, tensors, strides, dt_limit, seqlen, sequences, K, LONG_COUNT,
-    K_LONG, S: gl.constexpr,
+    x_desc, B_desc, C_desc, out_desc, tensors, strides, dt_limit, seqlen, sequences, segment_chunks,
+    long_count, long_chunks, S: gl.constexpr,
 ):  # fmt: skip
     """Compute outputs and final states of a segment, or of the segments of a share: five roles,
     which pass tiles through rings in shared memory (`rings.py`).
 
     strides: of dt, A, dt_bias, D, cu_seqlens
     dt_limit: least and largest dt.  seqlen: positions of a sequence; if packed, of all of them.
-    K, LONG_COUNT, K_LONG: see `segment_of`
+    segment_chunks, long_count, long_chunks: see `segment_of`
     """
     (
         dt_ptr, A_ptr, dt_bias_ptr, D_ptr, initial_ptr, cu_seqlens_ptr, final_ptr, states_ptr,
@@ -360,7 +385,7 @@ def _fused_hopper_kernel(
         exchange = allocate_exchange(SLICE, CHUNK)
     begin_barriers(shared, S.PASSING == "look back" or S.PASSING == "recompute")
 
-    # stage ticket: the program's segments
+    # stage ticket: the program's segments; strides[0] are those of dt, strides[4] of cu_seqlens
     ticket = gl.program_id(0)
     if S.PASSING == "look back" or S.PASSING == "carry":
         ticket = gl.atomic_add(sync_ptr, 1, sem="relaxed")
@@ -369,10 +394,12 @@ def _fused_hopper_kernel(
     if S.PASSING == "carry":
         work = share_of(ticket, seqlen, sequences, strides[0], S)
     elif cu_seqlens_ptr is None:
-        work = segment_of(ticket, seqlen, sequences, strides[0], K, LONG_COUNT, K_LONG, S)
+        work = segment_of(
+            ticket, seqlen, sequences, strides[0], segment_chunks, long_count, long_chunks, S
+        )
     else:
         work, exists = packed_segment_of(
-            ticket, seqlen, sequences, cu_seqlens_ptr, strides[4][0], strides[0], K, S
+            ticket, seqlen, sequences, cu_seqlens_ptr, strides[4][0], strides[0], segment_chunks, S
         )
     # stage setup: the roles
     if exists:

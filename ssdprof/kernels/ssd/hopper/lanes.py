@@ -250,6 +250,9 @@ def weighted(x, weight, WHOLE: gl.constexpr):
     """x^T (lane p, q) times a weight per position (q), rounded to x's dtype.
 
     weight: of `two_parts`.  WHOLE: multiply by both parts, otherwise only by the first one
+
+    prmt joins the low halves of two words with 0x5410, their first parts, and the high halves with
+    0x7632, their second parts.
     """
     if WHOLE:
         code: gl.constexpr = for_dtype(
@@ -284,7 +287,7 @@ def rounded_off(x, weight, product):
     weight (`weighted` without WHOLE).
 
     x * near - product has no more digits than x, so that it is exact, and only the sum with
-    x * rest is rounded.
+    x * rest is rounded.  The numbers of prmt are those in `weighted`.
     """
     code: gl.constexpr = for_dtype(
         """{

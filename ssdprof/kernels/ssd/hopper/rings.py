@@ -200,9 +200,9 @@ def places_of(shared, seen, n):
     C lies beyond the slots of the first pass.  If N is split, the first pass uses all slots, and C
     lies in the slot after B.
     """
-    x = place_in(seen + place_in(n, shared.DEPTH), shared.first.DEPTH)
-    B = place_in(seen + n * shared.N_SPLIT, shared.first.DEPTH)
-    return B, B + (shared.DEPTH if shared.N_SPLIT == 1 else 1), x
+    x_slot = place_in(seen + place_in(n, shared.DEPTH), shared.first.DEPTH)
+    B_slot = place_in(seen + n * shared.N_SPLIT, shared.first.DEPTH)
+    return B_slot, B_slot + (shared.DEPTH if shared.N_SPLIT == 1 else 1), x_slot
 
 
 @gluon.jit

@@ -43,7 +43,7 @@ def load_x(env, segment, slot, t, full):
         unit = segment.unit + k
         x = shared.x.index(slot * shared.UNITS + k).reshape([1, 1, CHUNK, SLICE])
         where = [segment.tile, unit // env.S.SLICES, segment.row + t, unit % env.S.SLICES * SLICE]
-        async_load(env.descs[0], where, full, x)
+        async_load(env.descs[0], where, full, x)  # the descriptor of x
 
 
 @gluon.jit
@@ -77,7 +77,7 @@ def load_first(env, segment, seen, chunk: gl.constexpr, first_block):
     t = gl.where(c >= 0, (segment.first_pass_end + c) * CHUNK, segment.length)
     mbarrier.wait(first.empty.index(slot), phase(seen + chunk, first.DEPTH) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=1))
-    load_rows(shared, segment, slot, t, env.descs[1], first_block, full)
+    load_rows(shared, segment, slot, t, env.descs[1], first_block, full)  # B
     load_x(env, segment, slot, t, full)
 
 
@@ -102,10 +102,10 @@ def load_chunk(env, segment, seen, i, n, first_block):
     # wait until the chunk of the second pass that used these barriers before has been read
     mbarrier.wait(shared.empty.index(slot), phase(n, shared.DEPTH) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=2))
-    B, C, x = places_of(shared, seen, n)
-    load_rows(shared, segment, B, t, env.descs[1], first_block, full)
-    load_x(env, segment, x, t, full)
-    load_rows(shared, segment, C, t, env.descs[2], first_block, full)
+    B_slot, C_slot, x_slot = places_of(shared, seen, n)
+    load_rows(shared, segment, B_slot, t, env.descs[1], first_block, full)  # B
+    load_x(env, segment, x_slot, t, full)
+    load_rows(shared, segment, C_slot, t, env.descs[2], first_block, full)  # C
 
 
 @gluon.jit
@@ -148,7 +148,7 @@ def store_chunk(env, segment, i, n):
         out = shared.out.index(lane).reshape([1, 1, OWN, SLICE])
         mbarrier.wait(shared.written.index(lane), n & 1)
         where = [segment.tile, unit // env.S.SLICES, row, unit % env.S.SLICES * SLICE]
-        async_store(env.descs[3], where, out)
+        async_store(env.descs[3], where, out)  # the descriptor of out
     tma.store_wait(0)  # until TMA has read both tiles
     for lane in gl.static_range(2):
         mbarrier.arrive(shared.unwritten.index(lane), count=1)

@@ -73,7 +73,8 @@ def log2_approx(v):
 @gluon.jit
 def softplus(v):
     """log(1 + e^v) with a relative error below 5e-6; 0 where e^v is below the least normal number,
-    2^-126.  For small e^v, where 1 + e^v would lose digits, it is computed from the series.
+    2^-126.  For e^v below 1/16, where 1 + e^v would lose digits, it is computed from the series;
+    for v above 20 it is v, with which log(1 + e^v) agrees in fp32.
     """
     e = exp2_approx(v * LOG2_E)
     series = e * (
@@ -83,8 +84,8 @@ def softplus(v):
 
 
 @gluon.jit
-def load_bits(p, inside):
-    """Load the numbers at p as 32-bit integers; zero where not `inside`.
+def load_bits(pointers, inside):
+    """Load the numbers at `pointers` as 32-bit integers; zero where not `inside`.
 
     If a loop loads 16-bit numbers for its next iteration, the compiler packs two of them into one
     register at the end of the iteration, and so waits for them one iteration too early.  It does
@@ -96,9 +97,11 @@ def load_bits(p, inside):
         mov.b32 $0, 0;
         @inside ld.global.BITS $0, [$1];
     }"""
-    load: gl.constexpr = code.replace("BITS", "b32" if p.dtype.element_ty == gl.float32 else "b16")
+    load: gl.constexpr = code.replace(
+        "BITS", "b32" if pointers.dtype.element_ty == gl.float32 else "b16"
+    )
     return gl.inline_asm_elementwise(
-        load, "=r,l,r", [p, inside.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
+        load, "=r,l,r", [pointers, inside.to(gl.int32)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -264,18 +267,19 @@ def first_pass_gates(env, segment):
     # (q, column): how many chunks before c the column's chunk is, 0 or 1
     column = gl.arange(0, 4, gl.SliceLayout(0, by_column))[None, :]
     back = column // 2 + gl.full([CHUNK, 4], 0, gl.int32, by_column)
-    # c: the later one of two chunks.  dt of the next two chunks is loaded one iteration ahead
+    # c: the later one of two chunks, whose dt begins at `chunk_ptr`.  dt of the next two chunks is
+    # loaded one iteration ahead
     c = segment.first_pass_chunks - 1
     step = gl.to_tensor(dt_stride).to(gl.int64) * CHUNK
-    p = dt_ptr + (segment.first_pass_end + c) * step
-    bits = load_bits(p + tile, back <= c)
+    chunk_ptr = dt_ptr + (segment.first_pass_end + c) * step
+    bits = load_bits(chunk_ptr + tile, back <= c)
     decay_0, decay_1 = 0.0, 0.0
     seen = 0
     goes_on = True
     while goes_on:
-        p -= 2 * step
+        chunk_ptr -= 2 * step
         raw = number_of(bits, dtype)
-        bits = load_bits(p + tile, back <= c - 2)
+        bits = load_bits(chunk_ptr + tile, back <= c - 2)
         dt, a, a_end = chunk_cumsum(env, raw, dt_bias, A, back <= c)
         decay_0, decay_1, seen, goes_on = store_two_weights(
             env.shared, seen, c, decay_0, decay_1, dt, a, a_end
@@ -349,11 +353,11 @@ def bmm_chunk(shared, seen, n):
     """Start C B^T (q, s) of the program's n-th chunk asynchronously, and return the product, for
     which the caller waits.  seen: chunks of the first pass
     """
-    B, C, _ = places_of(shared, seen, n)
+    B_slot, C_slot, _ = places_of(shared, seen, n)
     CB = gl.full([CHUNK, CHUNK], 0.0, gl.float32, product_layout(CHUNK, 4))
     for k in gl.static_range(shared.N_SPLIT):
-        B_t = rows_of(shared, B, k).permute((1, 0))
-        CB = warpgroup_mma(rows_of(shared, C, k), B_t, CB, use_acc=k > 0, is_async=True)
+        B_t = rows_of(shared, B_slot, k).permute((1, 0))
+        CB = warpgroup_mma(rows_of(shared, C_slot, k), B_t, CB, use_acc=k > 0, is_async=True)
     return CB
 
 

@@ -251,16 +251,16 @@ def sum_before(segment, slot, ALL_LANES: gl.constexpr, N: gl.constexpr, layout: 
     multiply_add: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
     step = segment.slot_step.to(gl.int64) * ALL_LANES
     previous = offset - step  # offset of the preceding segment's slot
-    left = segment.index
+    remaining = segment.index
     passed = 1.0  # the decay of all segments whose parts have been summed
-    goes_on = left > 0
+    goes_on = remaining > 0
     # a flag is set with release order after its part is stored, and is read with acquire order
     decay = wait_for_decay(flags_ptr + previous * FLAG_STRIDE, goes_on)
     while goes_on:
         part = gl.load(parts_ptr + previous * PART + row, cache_modifier=".cg")
         weight, passed = passed, passed * decay
-        previous, left = previous - step, left - 1
-        goes_on = (left > 0) & (passed != 0.0)
+        previous, remaining = previous - step, remaining - 1
+        goes_on = (remaining > 0) & (passed != 0.0)
         # this wait overlaps the load of the part
         decay = wait_for_decay(flags_ptr + previous * FLAG_STRIDE, goes_on)
         args = [part.to(gl.float32), weight, sum_of_parts]
