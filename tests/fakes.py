@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -245,6 +246,13 @@ def pretend_gpu(monkeypatch, *, real: bool = False):
     monkeypatch.setattr(bench_job, "read_clocks", lambda: None)
     monkeypatch.setattr(bench_job, "PROCESSES", 1)
     monkeypatch.setattr(Call, "outputs_that_fit", 100)
+
+
+def flip_a_bit(file: Path):
+    """In the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 @contextmanager

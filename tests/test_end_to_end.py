@@ -95,20 +95,18 @@ def test_a_kda_model_of_every_type_runs_from_its_folder(name):
 @pytest.mark.usefixtures("in_demo_run")
 def test_export_writes_what_a_job_attaches(tmp_path):
     file = tmp_path / "report.md"
-    answer = Answer(f"export --format markdown -o {file}")
-    assert (answer.code, answer.out) == (0, "")
+    assert passing(f"export --format markdown -o {file}").out == ""
     assert file.read_text().startswith("## ")
     before = file.read_bytes()
-    again = Answer(f"export -o {file}")
-    assert (again.code, "--force" in again.err) == (2, True)
+    assert "--force" in ending(2, f"export -o {file}").err
     assert file.read_bytes() == before
-    assert Answer(f"export -o {file} --force").code == 0
-    assert Answer("export --json --format html").code == 2
+    passing(f"export -o {file} --force")
+    ending(2, "export --json --format html")
     assert (
         Answer("export").out.strip() == Answer("export -o -").out.strip() == before.decode().strip()
     )
     html = tmp_path / "report.html"
-    assert Answer(f"export --format html -o {html}").code == 0
+    passing(f"export --format html -o {html}")
     page = Page(html.read_text())
     assert page.asked == ["data:,"]  # it needs nothing else
     assert latest().id in page.words
@@ -135,8 +133,7 @@ def test_captures_that_were_broken_off(demo_run: Path):
     assert not latest().capture_complete
     assert Answer("accuracy").code == Answer("export").code == 1
     Path("captures/manifest.json").write_text(json.dumps(manifest | {"layers": []}))
-    answer = Answer("run captures")
-    assert (answer.code, "holds no layer" in answer.err) == (2, True)
+    assert "holds no layer" in ending(2, "run captures").err
 
 
 def test_several_lengths_and_layers_of_a_random_prompt():
@@ -159,8 +156,7 @@ def test_conditions_on_times_need_a_gpu(monkeypatch):
     answer = passing(f"run demo {FAST} --gate match@1e-2:99.5%")
     assert "speedup:1.5 of the settings file is not judged: this machine has no GPU." in answer.err
     assert [gate.text for gate in latest().conditions] == ["match@1e-2:99.5%", "rms:3"]
-    failed = Answer("accuracy --gate rms:0.1")
-    assert (failed.code, "GATE FAILED: rms:0.1: layer 1" in failed.err) == (1, True)
+    assert "GATE FAILED: rms:0.1: layer 1" in ending(1, "accuracy --gate rms:0.1").err
 
 
 @demo_alone

@@ -147,15 +147,14 @@ def test_a_rank_is_told_and_takes_stored_captures(model, words, fitting):
     assert accuracies(reports.load("b")[1]) == accuracies(report)
     for place in (model, "a/captures"):
         length = "--seq 24" if place == model else ""
-        refused = Answer(f"run {place} {length} --tensor-parallel 3")
-        assert refused.code == 2
+        refused = ending(2, f"run {place} {length} --tensor-parallel 3")
         assert f"--tensor-parallel 3 does not fit {model}" in refused.err
         assert "cannot be divided by 3" in refused.err
         assert refused.err.endswith(f"hint: Give {fitting}.")
 
 
 def test_stored_captures_are_what_they_are():
-    assert Answer("capture demo --seq 16 --layers first:1 --out captures").code == 0
+    passing("capture demo --seq 16 --layers first:1 --out captures")
     for words in (
         "--batch 2",
         "--packed 4x8-16",
@@ -164,19 +163,15 @@ def test_stored_captures_are_what_they_are():
         "--placement disk-offload",
         "--seq 16",
     ):
-        answer = Answer(f"run captures {words}")
-        assert (
-            answer.code,
-            "their model, prompt and segments cannot be changed" in answer.err,
-        ) == (2, True), words
-    assert "--layers is the only model option" in answer.err
-    answer = Answer("run captures --answers")
-    assert (answer.code, "answers need the model" in answer.err) == (2, True)
+        error = ending(2, f"run captures {words}").err
+        assert "their model, prompt and segments cannot be changed" in error, words
+    assert "--layers is the only model option" in error
+    assert "answers need the model" in ending(2, "run captures --answers").err
 
 
 def test_a_model_that_is_too_large_to_generate(monkeypatch):
     """One layer would fit, but generation needs all layers."""
     monkeypatch.setattr(limits, "free_bytes", lambda: 2_000_000)
-    assert Answer("run demo --layers first:1 --seq 16 --dry-run").code == 0
+    passing("run demo --layers first:1 --seq 16 --dry-run")
     answer = ending(3, "run demo --layers first:1 --seq 16 --decode 1 --dry-run")
     assert "Without --decode and --answers" in answer.err

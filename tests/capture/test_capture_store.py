@@ -51,11 +51,15 @@ def writer(folder: Path, name: str = "mamba2", **options) -> CaptureWriter:
     )
 
 
+def write(folder: Path, *layers: CapturedLayer, **options):
+    with writer(folder, **options) as out:
+        for layer in layers:
+            out.add(layer)
+
+
 @pytest.fixture
 def stored(tmp_path, mamba2: list[CapturedLayer]) -> Path:
-    with writer(tmp_path) as out:
-        for layer in mamba2:
-            out.add(layer)
+    write(tmp_path, *mamba2)
     return tmp_path
 
 
@@ -127,13 +131,9 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
         interrupt(tmp_path, mamba2[2])
     assert not load(tmp_path)[0].complete
     assert [layer.layer for layer in read_all(tmp_path)] == [mamba2[2].layer]
-    with writer(tmp_path) as out:
-        out.add(mamba2[0])
-    with (
-        pytest.raises(BadInputError, match="holds a complete capture of tiny-mamba2 already"),
-        writer(tmp_path),
-    ):
-        pass
+    write(tmp_path, mamba2[0])
+    with pytest.raises(BadInputError, match="holds a complete capture of tiny-mamba2 already"):
+        write(tmp_path)
     assert indices(tmp_path) == [0]
     with pytest.raises(KeyboardInterrupt), writer(tmp_path, overwrite=True) as out:
         out.add(mamba2[1])
@@ -147,9 +147,7 @@ def test_an_unfinished_capture_is_valid_and_replaced_and_a_complete_one_only_if_
         "layer_009_seqlen_9.safetensors",
     ):
         (tmp_path / left).touch()
-    with writer(tmp_path, overwrite=True) as out:
-        out.add(mamba2[1])
-        out.add(mamba2[0])
+    write(tmp_path, mamba2[1], mamba2[0], overwrite=True)
     assert indices(tmp_path) == [1, 0]
     assert len(list(tmp_path.iterdir())) == 4
 
@@ -159,8 +157,7 @@ def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
     tmp_path, mamba2: list[CapturedLayer], monkeypatch, at
 ):
     """Whichever of its changes of the folder is the last.  The next one leaves nothing of it."""
-    with writer(tmp_path) as out:
-        out.add(mamba2[0])
+    write(tmp_path, mamba2[0])
     count = itertools.count(1)
 
     def dies(change):
@@ -172,15 +169,12 @@ def test_a_capture_that_is_killed_while_it_replaces_another_leaves_one_of_them(
         monkeypatch.setattr(Path, "replace", dies(Path.replace))
         monkeypatch.setattr(Path, "unlink", dies(Path.unlink))
         other = replace(mamba2[0], inputs=replace(mamba2[0].inputs, x=mamba2[0].inputs.values + 1))
-        with writer(tmp_path, overwrite=True) as out:
-            out.add(other)
-            out.add(mamba2[1])
+        write(tmp_path, other, mamba2[1], overwrite=True)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert load(tmp_path)[0].complete
     assert indices(tmp_path) in ([0], [0, 1])
-    with writer(tmp_path, overwrite=True) as out:
-        out.add(mamba2[2])
+    write(tmp_path, mamba2[2], overwrite=True)
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -306,11 +300,8 @@ def test_a_folder_is_refused_before_a_model_is_loaded(stored: Path, monkeypatch)
     (stored / "file").write_text("")
     with pytest.raises(BadInputError, match="file/inside cannot be made: a file is in its place"):
         check_folder(stored / "file" / "inside", overwrite=False)
-    with (
-        pytest.raises(BadInputError, match="file/inside cannot be made"),
-        writer(stored / "file" / "inside"),
-    ):
-        pass
+    with pytest.raises(BadInputError, match="file/inside cannot be made"):
+        write(stored / "file" / "inside")
     monkeypatch.setattr("tempfile.mkdtemp", denied)
     with pytest.raises(MissingCapabilityError, match="cannot be written: permission denied"):
         check_folder(stored / "new", overwrite=False)
@@ -349,16 +340,12 @@ def test_two_writers_in_one_folder(tmp_path, mamba2: list[CapturedLayer]):
     other.start()
     try:
         assert connection.recv() == "writing"
-        with (
-            pytest.raises(BadInputError, match="Another capture is being written to"),
-            writer(tmp_path),
-        ):
-            pass
+        with pytest.raises(BadInputError, match="Another capture is being written to"):
+            write(tmp_path)
     finally:
         connection.send("stop")
         other.join()
-    with writer(tmp_path, overwrite=True) as out:  # the lock ended with its process
-        out.add(mamba2[0])
+    write(tmp_path, mamba2[0], overwrite=True)  # the lock ended with its process
     assert load(tmp_path)[0].complete
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from capture.recordings import Tensors, gdn_call, record
 from command_line import Answer, ending, passing
+from fakes import flip_a_bit
 from safetensors.torch import save_file
 
 from ssdprof.capture import recording
@@ -212,12 +213,6 @@ def truncated(file: Path):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def flipped(file: Path):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 def with_code(file: Path):
     torch.save({"arg_0": Path}, file)
 
@@ -230,7 +225,7 @@ def repacked(change: Change) -> Damage:
     ("damage", "words"),
     [
         (truncated, "call0007 cannot be used"),
-        (flipped, "call0007 cannot be used: the checksum of"),
+        (flip_a_bit, "call0007 cannot be used: the checksum of"),
         (with_code, "call0007 cannot be used"),
         (Path.unlink, "call0007 cannot be used: it has no inputs.pt"),
         (
@@ -282,7 +277,7 @@ def test_huge_foreign_and_empty_recordings_are_refused(dump: Path, monkeypatch):
     for name in ("nothing", "foreign", "absent"):
         with pytest.raises(BadInputError, match=f"{name} holds no recording of FlashInfer"):
             open_recording(Path(name), "flashinfer")
-        assert Answer("capture", "--from", "safetensors", name).code == 2
+        ending(2, "capture", "--from", "safetensors", name)
 
     def in_graphs(yes: bool):
         for number in (1, 2, 3, 4, 7):

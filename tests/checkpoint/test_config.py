@@ -251,7 +251,6 @@ STEPS: list[list[float]] = [[0.0, 1.0, 2.0], [0.0, 1e300], [0.0, -0.5], [math.na
         (QWEN3_5, {"text_config": None}, "text_config"),
         (MAMBA2_2_7B, {"ssm_cfg": {}}, "Mamba-1"),
         (MAMBA2_2_7B, {"ssm_cfg": "Mamba2"}, "Mamba-2"),
-        (MAMBA2_2_7B, {"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "D_has_hdim"),
         (MAMBA2_2_7B, {"attn_layer_idx": [9, 18]}, "attn_layer_idx"),
         (MAMBA2_2_7B, {"d_intermediate": 4096}, "d_intermediate"),
         (MAMBA2_2_7B, {"d_model": "wide"}, "no usable sizes"),

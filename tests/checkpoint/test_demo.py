@@ -20,6 +20,7 @@ from ssdprof.checkpoint.mixers import find_mixers
 from ssdprof.checkpoint.names import DEMO_FOLDERS
 from ssdprof.kernels.gdn.inputs import GDNInputs
 
+Loaded = tuple[Any, dict[str, Any]]  # a model, and what loading it has missed
 SLICE = 16384  # bytes of held-out text; the whole text takes too long here
 
 
@@ -34,7 +35,7 @@ def folder(demo: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
+def loaded(folder: Path) -> Loaded:
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -67,7 +68,7 @@ def test_it_is_small_and_has_the_files_of_a_hub_repository(folder: Path):
     } <= set(sizes)
 
 
-def test_stock_transformers_loads_every_weight(folder: Path, loaded: tuple[Any, dict[str, Any]]):
+def test_stock_transformers_loads_every_weight(folder: Path, loaded: Loaded):
     model, info = loaded
     assert not any(info.values()), info
     stored = load_file(folder / "model.safetensors")
@@ -125,7 +126,7 @@ def test_its_token_ids_are_bytes(folder: Path):
         pytest.param(torch.float32, 4096, marks=pytest.mark.slow),
     ],
 )
-def test_its_logits_are_finite(folder: Path, loaded: tuple[Any, dict[str, Any]], dtype, length):
+def test_its_logits_are_finite(folder: Path, loaded: Loaded, dtype, length):
     model = (
         loaded[0]
         if dtype == torch.float32
@@ -139,9 +140,7 @@ def test_its_logits_are_finite(folder: Path, loaded: tuple[Any, dict[str, Any]],
 
 
 @pytest.mark.slow
-def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(
-    demo: str, loaded: tuple[Any, dict[str, Any]]
-):
+def test_it_is_clearly_better_than_a_bigram_on_text_it_never_saw(demo: str, loaded: Loaded):
     held_out = held_out_text()[:SLICE]
     bits = bits_per_byte.model_bits_per_byte(loaded[0], held_out)
     bigram = bits_per_byte.best_bigram_bits_per_byte(training_text(), held_out)

@@ -34,6 +34,7 @@ from ssdprof.store import reports
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 Weights = dict[str, Tensor]
+Change = Callable[[Weights], Weights]
 GDN = ("qwen3_5_text", "qwen3_next", "olmo_hybrid")
 SSD = ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "zamba2")
 
@@ -46,7 +47,7 @@ def checkpoint(name: str, **config) -> Path:
     return folder
 
 
-def rewrite(folder: Path, change: Callable[[Weights], Weights]):
+def rewrite(folder: Path, change: Change):
     file = folder / "model.safetensors"
     save_file(
         {key: weight.contiguous() for key, weight in change(load_file(file)).items()},
@@ -55,11 +56,11 @@ def rewrite(folder: Path, change: Callable[[Weights], Weights]):
     )
 
 
-def renamed(before: str, after: str) -> Callable[[Weights], Weights]:
+def renamed(before: str, after: str) -> Change:
     return lambda weights: {key.replace(before, after, 1): w for key, w in weights.items()}
 
 
-def without(part: str, **more: Tensor) -> Callable[[Weights], Weights]:
+def without(part: str, **more: Tensor) -> Change:
     """The weights whose names do not contain `part`, and more."""
     return lambda weights: {key: w for key, w in weights.items() if part not in key} | more
 
@@ -87,6 +88,11 @@ def run(folder: Path, *options: str, code: int = 0) -> tuple[Answer, Report | No
     words = (*PROMPT, "--layers", "first:1", "--dtypes", "exact", "--out", "run")
     answer = ending(code, "run", str(folder), *words, *options)
     return answer, reports.load("run")[1] if Path("run").exists() else None
+
+
+def refusal(folder: Path, *options: str, code: int = 2) -> str:
+    """The error of a run that is refused."""
+    return run(folder, *options, code=code)[0].err
 
 
 def check_predictions_refused(folder: Path, words: str, code: int = 2):
@@ -222,8 +228,7 @@ def test_two_copies_of_which_the_index_names_none_are_refused():
     folder = checkpoint("qwen3_5_text")
     key = "model.layers.0.linear_attn.A_log"
     in_two_files(folder, {key: torch.ones(4)}, named=False)
-    answer, _ = run(folder, "--dry-run", code=2)
-    assert f"a.safetensors and b.safetensors both hold '{key}'" in answer.err
+    assert f"a.safetensors and b.safetensors both hold '{key}'" in refusal(folder, "--dry-run")
 
 
 @pytest.mark.parametrize(
@@ -280,12 +285,10 @@ def test_two_copies_of_which_the_index_names_none_are_refused():
     ],
 )
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])
-def test_the_weight_that_does_not_fit_is_named(
-    name, change: Callable[[Weights], Weights], code, words, options
-):
+def test_the_weight_that_does_not_fit_is_named(name, change: Change, code, words, options):
     folder = checkpoint(name)
     rewrite(folder, change)
-    assert words in run(folder, *options, code=code)[0].err
+    assert words in refusal(folder, *options, code=code)
 
 
 def test_a_file_beside_the_index_is_named():
@@ -294,8 +297,7 @@ def test_a_file_beside_the_index_is_named():
     places = json.loads((folder / INDEX).read_text())["weight_map"]
     kept = {key: file for key, file in places.items() if file == "b.safetensors"}
     edit_json(folder / INDEX, weight_map=kept)
-    answer, _ = run(folder, code=4)
-    assert "The index does not name a.safetensors." in answer.err
+    assert "The index does not name a.safetensors." in refusal(folder, code=4)
 
 
 @pytest.mark.parametrize("head", [False, True])
@@ -341,10 +343,8 @@ def test_gptq_of_the_old_kind_is_named():
     for described in ("", "; quantize_config.json does, in a format that ssdprof cannot load"):
         if described:
             (folder / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
-        answer, _ = run(folder, code=2)
-        assert f"'{key}.qweight' in I32, and its config names no quantisation{described}." in (
-            answer.err
-        )
+        words = f"'{key}.qweight' in I32, and its config names no quantisation{described}."
+        assert words in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -374,16 +374,15 @@ def test_checkpoints_of_a_training_run_are_named(files):
         (folder / "config.json").write_text("{}")
     for file in files:
         Path(checkpoint("qwen3_5_text") / file).rename(Path("training") / file)
-    answer, _ = run(Path("training"), code=2)
     hint = "Name a checkpoint inside: training/checkpoint-1000, training/checkpoint-200."
-    assert hint in answer.err
+    assert hint in refusal(Path("training"))
 
 
 def test_a_pickle_keyed_by_numbers_is_refused():
     write_original(Path(), {0: torch.ones(4), "x": torch.ones(4)}, PICKLE)
     edit_json(Path("config.json"), vocab_size=256)
-    answer, _ = run(Path(), "--tokenizer", "demo", code=2)
-    assert "holds an entry 0, which is no name of a weight" in answer.err
+    words = "holds an entry 0, which is no name of a weight"
+    assert words in refusal(Path(), "--tokenizer", "demo")
 
 
 def test_a_model_without_a_causal_class_has_no_answers(monkeypatch):
@@ -485,9 +484,9 @@ def test_an_adapter_is_named_and_never_silent():
             {"base_model.model.layers.0.lora_A.weight": torch.ones(1)},
             folder / "adapter_model.safetensors",
         )
-    answer, _ = run(Path("alone"), "--dry-run", code=2)
-    assert "alone is a LoRA adapter for 'org/base' (adapter_config.json)." in answer.err
-    assert "Merge it into its base model first." in answer.err
+    error = refusal(Path("alone"), "--dry-run")
+    assert "alone is a LoRA adapter for 'org/base' (adapter_config.json)." in error
+    assert "Merge it into its base model first." in error
     (Path("alone") / "adapter_config.json").write_text("{")
     (Path("alone") / "modeling.py").touch()
     assert "alone is a LoRA adapter for another model." in Answer("capture", "alone").err
@@ -545,8 +544,8 @@ def test_the_attention_of_a_config_need_not_be_installed(key, value):
 def test_mlx_is_named(where, bits):
     folder = checkpoint("qwen3_5_text", **{where: {"group_size": 64, "bits": bits}})
     rewrite(folder, packed)
-    answer, _ = run(folder, "--dry-run", code=2)
-    assert f"is of MLX's format, with {bits} bits in groups of 64" in answer.err
+    words = f"is of MLX's format, with {bits} bits in groups of 64"
+    assert words in refusal(folder, "--dry-run")
 
 
 def check_decoded(folder: Path, decoded: Weights):
@@ -646,9 +645,9 @@ def test_codes_without_a_scale_are_refused(part, codes, scale: tuple[int, ...] |
     )
     described = {"quant_algo": "FP8", "quant_method": "awq"}
     write_modelopt(folder, "hf_quant_config.json", described)
-    answer, _ = run(folder, "--dry-run", code=2)
-    assert f"{weight}' in" in answer.err
-    assert "and has no fp8 scale with which transformers decodes it." in answer.err
+    error = refusal(folder, "--dry-run")
+    assert f"{weight}' in" in error
+    assert "and has no fp8 scale with which transformers decodes it." in error
 
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
@@ -657,9 +656,8 @@ def test_other_formats_of_modelopt_are_refused_by_name(file, algorithm):
     folder = checkpoint("qwen3_5_text")
     write_modelopt(folder, file, {"quant_algo": algorithm})
     rewrite(folder, packed)
-    answer, _ = run(folder, "--dry-run", code=2)
     words = f"qwen3_5_text is quantised by 'modelopt' as {algorithm!r}, which ssdprof cannot load"
-    assert words in answer.err
+    assert words in refusal(folder, "--dry-run")
 
 
 @pytest.mark.parametrize(

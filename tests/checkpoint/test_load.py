@@ -15,6 +15,7 @@ import pytest
 import tiny_models
 import torch
 from checkpoint.folders import edit_json, original_state, write_original
+from fakes import flip_a_bit
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -408,13 +409,6 @@ def in_archive(program: bytes) -> Callable[[Path], object]:
             archive.writestr("archive/version", "3\n")
 
     return write
-
-
-def flip_a_bit(file: Path):
-    """Of a weight."""
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def larger_storage(file: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import cases
 import pytest
-from command_line import Answer
+from command_line import Answer, ending, passing
 from test_schemas import keeps_to
 
 from ssdprof.core.case import Case
@@ -18,8 +18,8 @@ FUSED = "layer 0, 131,072 tokens, fused, exact, fp32 states"
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
-def compare(words: str) -> Answer:
-    return Answer(f"compare {words}")
+def compare(code: int, words: str) -> Answer:
+    return ending(code, f"compare {words}")
 
 
 def run(change: Callable[[Case], Case] = lambda case: case, **fields) -> Report:
@@ -40,12 +40,11 @@ def runs_in_folder(in_empty_folder: None):
 
 
 def test_exit_code_and_rows():
-    assert compare("base slow").code == 0  # without conditions
-    held = compare("base same --fail-if time:base+3% --fail-if match:base-0.1")
-    assert (held.code, held.err) == (0, "")
+    compare(0, "base slow")  # without conditions
+    held = compare(0, "base same --fail-if time:base+3% --fail-if match:base-0.1")
+    assert held.err == ""
     assert "PASSED: no case violates time:base+3% or match:base-0.1." in held.out
-    broken = compare("base slow --fail-if time:base+3% --fail-if match:base-0.1")
-    assert broken.code == 1
+    broken = compare(1, "base slow --fail-if time:base+3% --fail-if match:base-0.1")
     assert f"FAILED: time:base+3%: {FUSED}: 1.05 times BASE's time [1.043, 1.057]" in broken.err
     assert "match" not in broken.err
     assert f"FAILED: time:base+3%: {FUSED}: 1.05 times" in broken.shown
@@ -55,27 +54,24 @@ def test_exit_code_and_rows():
 def test_a_gate_does_not_pass_because_nothing_was_compared():
     kept("others", run(layers=(3,)))
     for words in ("base others", "base others --json"):
-        answer = compare(words)
-        assert answer.code == 1
-        assert answer.err == "FAILED: nothing was compared: no case is in both"
+        assert compare(1, words).err == "FAILED: nothing was compared: no case is in both"
 
 
 def test_json_and_markdown():
-    told = json.loads(compare("base slow --json").out)
+    told = json.loads(compare(0, "base slow --json").out)
     keeps_to("comparison", told)
     assert len(told["pairs"]) == 8
-    failed = compare("base slow --format markdown -o compare.md --fail-if time:base+3%")
-    assert (failed.code, failed.out) == (1, "")
+    failed = compare(1, "base slow --format markdown -o compare.md --fail-if time:base+3%")
+    assert failed.out == ""
     text = Path("compare.md").read_text()
     assert text.startswith(
         "## ssdprof compare: BASE base, NEW slow\n\n**FAILED: time:base+3%: layer 0"
     )
     assert "| layer 9, 131,072 tokens | fused" in text
-    again = compare("base slow --format markdown -o compare.md")
-    assert (again.code, "--force" in again.err) == (2, True)
-    assert compare("base slow --format markdown -o compare.md --force").code == 0
-    assert compare("base slow --format json -o compare.json").code == 0
-    assert compare("base slow --json --format markdown").code == 2
+    assert "--force" in compare(2, "base slow --format markdown -o compare.md").err
+    compare(0, "base slow --format markdown -o compare.md --force")
+    compare(0, "base slow --format json -o compare.json")
+    compare(2, "base slow --json --format markdown")
 
 
 def test_stages_that_were_profiled_in_both_stand_side_by_side():
@@ -85,35 +81,32 @@ def test_stages_that_were_profiled_in_both_stand_side_by_side():
         (folder / "stalls.json").write_text(
             text.replace('"duration_us":6.016', f'"duration_us":{us}')
         )
-    rows = [" ".join(line.split()) for line in compare("base slow").out.splitlines()]
+    rows = [" ".join(line.split()) for line in compare(0, "base slow").out.splitlines()]
     assert "chunk_cumsum 6.02 µs 17.1% 12.0 µs 29.2%" in rows
-    assert "ticket" not in compare("base same").out
+    assert "ticket" not in compare(0, "base same").out
 
 
 def test_a_path_is_named_as_it_is():
     """Square brackets and colons are not markup."""
-    assert compare("base slow -o 'a [bold]b:x:.md'").err == "Wrote a [bold]b:x:.md."
+    assert compare(0, "base slow -o 'a [bold]b:x:.md'").err == "Wrote a [bold]b:x:.md."
 
 
 def test_settings_hold_the_conditions():
     Path("ssdprof.toml").write_text(
         '[compare]\nfail-if = ["time:base+3%"]\nsmallest-difference = "10%"\n'
     )
-    answer = compare("base slow")
-    assert answer.code == 1
-    assert "8 no difference within 10.0%" in answer.shown
-    assert compare("base slow --fail-if time:base+20%").code == 0
+    assert "8 no difference within 10.0%" in compare(1, "base slow").shown
+    compare(0, "base slow --fail-if time:base+20%")
 
 
 def test_conditions_on_times_need_a_gpu():
     """Those of the settings file are not judged without one; the others are."""
     kept("cpu", run(gpu=False))
-    refused = compare("base cpu --fail-if time:base+3%")
-    assert (refused.code, "--fail-if time:base+3% needs an NVIDIA GPU" in refused.err) == (3, True)
+    refused = compare(3, "base cpu --fail-if time:base+3%")
+    assert "--fail-if time:base+3% needs an NVIDIA GPU" in refused.err
     Path("ssdprof.toml").write_text('[compare]\nfail-if = ["speedup:base-3%", "rms:base+5%"]\n')
     waived = "speedup:base-3% of the settings file is not judged: NEW's machine has no GPU."
-    answer = compare("base cpu")
-    assert (answer.code, answer.err) == (0, waived)
+    assert compare(0, "base cpu").err == waived
 
 
 @pytest.mark.parametrize(
@@ -132,8 +125,8 @@ def test_what_is_refused(words, complaint):
     Path("ssdprof.txt").write_text("no report")
     Path("picture.json").write_bytes(b"\x89PNG")
     Path("cells.json").write_text('{"cells": []}')
-    answer = compare(words)
-    assert (answer.code, answer.out) == (2, "")
+    answer = compare(2, words)
+    assert answer.out == ""
     assert complaint in answer.err
 
 
@@ -147,9 +140,9 @@ def test_what_is_refused(words, complaint):
     ],
 )
 def test_a_suffix_without_a_format_is_refused(words, file, named):
-    refused = Answer(f"{words} -o {file}")
-    assert (refused.code, refused.out) == (2, "")
+    refused = ending(2, f"{words} -o {file}")
+    assert refused.out == ""
     assert f"{file}: no format has the suffix {Path(file).suffix}." in refused.err
     assert f"End the name with one of {named}" in refused.err
     assert not Path(file).exists()
-    assert Answer(f"{words} -o {file} --format markdown").code == 0
+    passing(f"{words} -o {file} --format markdown")

@@ -2,6 +2,7 @@
 
 import io
 import re
+from contextlib import ExitStack
 
 import pytest
 import typer
@@ -39,12 +40,12 @@ def test_counters_of_progress_are_whole(width):
     watcher = TerminalWatcher()
     screen = io.StringIO()
     watcher._console = Console(file=screen, width=width, force_terminal=True, color_system=None)
-    with (
-        watcher.step(steps[0][0], steps[0][1], unit=steps[0][2]) as first,
-        watcher.step(steps[1][0], steps[1][1], unit=steps[1][2]) as second,
-        watcher.step(steps[2][0], steps[2][1], unit=steps[2][2]) as third,
-    ):
-        for advance, (_, total, _) in zip((first, second, third), steps, strict=True):
+    with ExitStack() as stack:
+        begun = [
+            (stack.enter_context(watcher.step(what, total, unit=unit)), total)
+            for what, total, unit in steps
+        ]
+        for advance, total in begun:
             advance(total)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     for _, total, unit in steps:

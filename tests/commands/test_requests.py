@@ -164,7 +164,6 @@ def test_a_gate_of_the_command_line_replaces_that_of_the_file(tmp_path):
         ({"prefill": True, "chunk": "8k"}, "--prefill runs one whole sequence"),
         ({"trace": Path(__file__)}, "test_requests.py exists"),
         ({"gate": ["speed:2"]}, "The gate 'speed:2' is of an unknown metric"),
-        ({"gate": ["match@1:99%"]}, "The gate 'match@1:99%' has an unknown word after @"),
     ],
 )
 def test_what_does_not_go_together(options, words):

@@ -57,8 +57,7 @@ def cells(*tokens: Tokens | int) -> tuple[Cell, ...]:
     )
 
 
-def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields) -> Report:
-    operator = fields.pop("operator", SSD)
+def request_for(*of: Cell, operator=SSD, names: tuple[str, ...] = NAMES, **fields) -> BenchOptions:
     request = {
         "operator": operator.name,
         "measured": of,
@@ -67,7 +66,11 @@ def benched(*of: Cell, names: tuple[str, ...] = ("unfused", "fused"), **fields) 
         "baseline": "unfused",
         "match_with": "unfused",
     }
-    folder, report = bench(BenchOptions(**(request | fields)), operator, Watcher())
+    return BenchOptions(**(request | fields))
+
+
+def benched(*of: Cell, operator=SSD, **fields) -> Report:
+    folder, report = bench(request_for(*of, operator=operator, **fields), operator, Watcher())
     assert load(folder)[1] == report
     return report
 
@@ -198,21 +201,13 @@ def test_further_processes_only_add_samples_and_say_nothing(fault, monkeypatch, 
                 )
             if fault == "wrong":
                 patch.setattr(FakeTimer, "unseen", lambda *_: "it cheats")
-            bench(BenchOptions(**request, out=folder, sampler=number), SSD, Watcher())
+            bench(replace(request, out=folder, sampler=number), SSD, Watcher())
         assert len(verified) == 2
 
-    request = {
-        "operator": "ssd",
-        "measured": cells(36, 40),
-        "compared": tuple(resolve(SSD, one) for one in NAMES),
-        "chunk_sizes": (16,),
-        "baseline": "unfused",
-        "match_with": "unfused",
-        "processes": 3,
-    }
+    request = request_for(*cells(36, 40), processes=3)
     monkeypatch.setattr(compare.Comparer, "_accuracies", noted)
     monkeypatch.setattr(reports, "run_sampler", run_sampler)
-    report = bench(BenchOptions(**request, out=Path("result")), SSD, Watcher())[1]
+    report = bench(replace(request, out=Path("result")), SSD, Watcher())[1]
     assert (report.complete, len(report.processes), report.samplers, report.missing) == (
         True,
         3,

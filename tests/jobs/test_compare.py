@@ -11,7 +11,6 @@ import pytest
 import torch
 from fakes import RAN, FakeTimer, compared, entries, inputs, noisy
 
-from ssdprof.core.base import precisions_for
 from ssdprof.core.target import Ceilings
 from ssdprof.jobs import compare as module
 from ssdprof.jobs.bench import matched_with
@@ -24,7 +23,6 @@ from ssdprof.measure.first_run import Call, TimeIsUp
 RELAXED = Precision.named("relaxed, fp32 states")
 HALF_STATES = Precision.named("exact, bf16 states")
 RELAXED_FP16 = Precision.named("relaxed, fp16 states")
-ALL = precisions_for("bf16", "all", ("fp32", "fp16", "bf16"))
 Spoil = Callable[[SSDOutput], SSDOutput]
 
 

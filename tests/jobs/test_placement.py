@@ -79,9 +79,20 @@ def memory(monkeypatch, gpus: list[int], host: int):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
 
 
-def beside(folder: Path) -> int:
+def beside(target: Target) -> int:
     """Bytes that the model needs in addition to its weights, as the choice counts them."""
-    return placement.Chooser(asked(folder)).least_bytes_beside_weights()
+    return placement.Chooser(target).least_bytes_beside_weights()
+
+
+def memory_in_weights(monkeypatch, target: Target, gpus: list[float], host: float):
+    """Free memory in units of the weights, in addition to the memory for the computation."""
+    weights = target.weight_bytes
+    more = beside(target)
+    memory(
+        monkeypatch,
+        [max(int(gpu * weights) + more, 0) for gpu in gpus],
+        int(host * weights) + (INPUTS if gpus else more),
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,15 +111,9 @@ def beside(folder: Path) -> int:
     ],
 )
 def test_the_fastest_placement_that_fits(granite: Path, monkeypatch, gpus: list[float], host, kind):
-    """Memory in units of the weights, in addition to the memory for the computation."""
     target = asked(granite)
     weights = target.weight_bytes
-    more = beside(granite)
-    memory(
-        monkeypatch,
-        [max(int(gpu * weights) + more, 0) for gpu in gpus],
-        int(host * weights) + (INPUTS if gpus else more),
-    )
+    memory_in_weights(monkeypatch, target, gpus, host)
     chosen = choose(target)
     record = chosen.record
     assert record.kind == kind
@@ -125,36 +130,22 @@ def test_the_fastest_placement_that_fits(granite: Path, monkeypatch, gpus: list[
 
 
 def test_what_a_user_names_is_taken_or_refused(granite: Path, monkeypatch):
-    weights = asked(granite).weight_bytes
-    more = beside(granite)
-    memory(monkeypatch, [weights // 2 + more], 4 * weights + more)
+    memory_in_weights(monkeypatch, asked(granite), [0.5], 4)
     assert choose(asked(granite, "disk-offload")).record.kind == "disk-offload"
-    refused: list[tuple[list[int], int, PlacementKind, str]] = [
-        (
-            [weights // 2 + more],
-            4 * weights + more,
-            "all-gpus",
-            "needs two NVIDIA GPUs; 1 can be used",
-        ),
-        ([weights // 2], 4 * weights, "one-gpu", "does not fit on cuda:0: its weights take"),
-        (
-            [weights // 2 + more],
-            weights // 4,
-            "cpu-offload",
-            "does not fit with --placement cpu-offload",
-        ),
-        ([], 4 * weights + more, "cpu-offload", "cpu-offload needs an NVIDIA GPU; 0 can be used"),
+    refused: list[tuple[list[float], float, PlacementKind, str]] = [
+        ([0.5], 4, "all-gpus", "needs two NVIDIA GPUs; 1 can be used"),
+        ([0.5], 4, "one-gpu", "does not fit on cuda:0: its weights take"),
+        ([0.5], 0.25, "cpu-offload", "does not fit with --placement cpu-offload"),
+        ([], 4, "cpu-offload", "cpu-offload needs an NVIDIA GPU; 0 can be used"),
     ]
     for gpus, host, kind, words in refused:
-        memory(monkeypatch, gpus, host)
+        memory_in_weights(monkeypatch, asked(granite), gpus, host)
         with pytest.raises(MissingCapabilityError, match=words):
             choose(asked(granite, kind))
 
 
 def test_a_second_gpu_that_another_process_has_alone_is_left_out(granite: Path, monkeypatch):
-    weights = asked(granite).weight_bytes
-    more = beside(granite)
-    memory(monkeypatch, [int(0.6 * weights) + more, weights + more], 4 * weights + INPUTS)
+    memory_in_weights(monkeypatch, asked(granite), [0.6, 1], 4)
 
     def refuse(_device: torch.device) -> int:
         raise MissingCapabilityError(
@@ -172,9 +163,7 @@ def test_a_second_gpu_that_another_process_has_alone_is_left_out(granite: Path, 
 def test_ranks_of_one_machine_share_its_main_memory_and_take_one_gpu_each(
     granite: Path, monkeypatch
 ):
-    weights = asked(granite).weight_bytes
-    more = beside(granite)
-    memory(monkeypatch, [int(0.6 * weights) + more, 4 * weights + more], 2 * weights + INPUTS)
+    memory_in_weights(monkeypatch, asked(granite), [0.6, 4], 2)
     assert choose(asked(granite)).record.kind == "all-gpus"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert choose(asked(granite)).record.kind == "cpu-offload"
@@ -223,11 +212,7 @@ def test_weights_that_transformers_writes_anew_are_counted(
     """whole: all weights on the disk are rewritten, except for a few numbers of each head."""
     save(tmp_path)
     target = asked(tmp_path, "disk-offload")
-    memory(
-        monkeypatch,
-        [],
-        target.weight_bytes // 2 + placement.Chooser(target).least_bytes_beside_weights(),
-    )
+    memory_in_weights(monkeypatch, target, [], 0.5)
     chosen = choose(target)
     loaded = load(target, Watcher())
     written = (
@@ -358,7 +343,7 @@ def test_a_run_from_the_disk_gives_the_captures_of_a_run_in_memory(granite: Path
     found = []
     for share in (2.0, 0.6):
         target = asked(granite)
-        memory(monkeypatch, [], int(share * target.weight_bytes) + beside(granite))
+        memory_in_weights(monkeypatch, target, [], share)
         loaded = load(target, Watcher())
         found.append([])
         loaded.run(lambda layer: found[-1].append(layer.inputs.tensors))
@@ -570,8 +555,7 @@ def test_segments_of_a_given_length_may_be_tried_with_less_memory(granite: Path,
 
 def test_each_prompt_has_the_longest_segments_that_fit(granite: Path, monkeypatch):
     target = replace(asked(granite), seqlens=(1024, 2048, 4096))
-    needed = placement.Chooser(replace(target, seqlens=(2048,))).least_bytes_beside_weights()
-    memory(monkeypatch, [], target.weight_bytes + needed)
+    memory_in_weights(monkeypatch, replace(target, seqlens=(2048,)), [], 1)
     assert choose(target).segment_lengths == (1024, 2048, 2048)
 
 
@@ -582,11 +566,7 @@ def test_chunks_need_memory_for_one_of_them(granite: Path, monkeypatch):
     segments = asked(granite, seqlen=1024, segment_length=64)
     chunks = replace(segments, serving=Serving(chunk=64))
     memory(monkeypatch, [2**40], 2**40)
-    memory(
-        monkeypatch,
-        [chunks.weight_bytes + placement.Chooser(chunks).least_bytes_beside_weights()],
-        2**40,
-    )
+    memory(monkeypatch, [chunks.weight_bytes + beside(chunks)], 2**40)
     assert choose(segments).record.kind == "cpu-offload"
     assert choose(chunks).record.kind == "one-gpu"
 
@@ -647,7 +627,7 @@ def test_the_predicted_peak_of_a_gpu(
     """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     target = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
-    more = placement.Chooser(target).least_bytes_beside_weights()
+    more = beside(target)
     with capped(None if kind == "one-gpu" else more + target.weight_bytes * 2 // 3):
         before = torch.cuda.memory_allocated()
         loaded = load(target, Watcher())
@@ -668,7 +648,7 @@ def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length):
     kinds: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus")
     for kind in kinds:
         target = asked(large_granite, kind, seqlen=LONG, segment_length=segment_length)
-        more = placement.Chooser(target).least_bytes_beside_weights()
+        more = beside(target)
         kept = []
         with capped(None if kind == "one-gpu" else more + target.weight_bytes * 3 // 4):
             loaded = load(target, Watcher())

@@ -12,6 +12,7 @@ from ssdprof.measure.sampling import Name, Sampler, SamplingPlan, sample_in_turn
 
 A = ("device", "a")
 B = ("device", "b")
+Samplers = dict[Name, Sampler]
 
 
 class Clock:
@@ -25,9 +26,7 @@ class Clock:
     def now(self) -> float:
         return self.seconds
 
-    def set_up(
-        self, **microseconds: list[float]
-    ) -> Callable[[np.random.Generator], dict[Name, Sampler]]:
+    def set_up(self, **microseconds: list[float]) -> Callable[[np.random.Generator], Samplers]:
         """A sampler per name that returns the given times in a cycle."""
         values = {name: cycle(times) for name, times in microseconds.items()}
 
@@ -37,7 +36,7 @@ class Clock:
             self.seconds += value / 1e6
             return value
 
-        def record(_generator: np.random.Generator) -> dict[Name, Sampler]:
+        def record(_generator: np.random.Generator) -> Samplers:
             self.recordings += 1
             return {("device", name): partial(sample, name) for name in values}
 
@@ -106,7 +105,7 @@ def test_noisy_rounds_make_recordings_longer_and_not_more():
 def test_noisy_calls_do_not_make_more_replays():
     draw = np.random.default_rng(0)
 
-    def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
+    def set_up(_generator: np.random.Generator) -> Samplers:
         return {("call", key): lambda: float(draw.normal(100, 6)) for key in "ab"} | {
             A: lambda: 50.0,
             B: lambda: 50.0,
@@ -121,7 +120,7 @@ def test_rounds_that_drift_together_are_not_noisy():
     """A change of the clock during a recording changes both times, but not their ratio."""
     clocks = iter(np.repeat(np.random.default_rng(0).normal(100, 10, 1000), 2))
 
-    def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
+    def set_up(_generator: np.random.Generator) -> Samplers:
         return {name: lambda: float(next(clocks)) for name in (A, B)}
 
     assert shape(sample_in_turns(set_up, plan())[A]) == [4, 4, 4]
@@ -132,7 +131,7 @@ def test_call_times_are_not_compared_with_device_times():
     drift = iter(np.linspace(1, 2, 1000))
     clock = {}
 
-    def set_up(_generator: np.random.Generator) -> dict[Name, Sampler]:
+    def set_up(_generator: np.random.Generator) -> Samplers:
         clock["now"] = float(next(drift))
         return {("call", key): lambda: clock["now"] for key in "ab"} | {
             ("device", key): lambda: 1.0 for key in "ab"
@@ -155,7 +154,7 @@ def test_what_a_later_recording_leaves_out_is_given_up():
     both = clock.set_up(a=[1], b=[1])
     alone = clock.set_up(a=[1])
 
-    def set_up(generator: np.random.Generator) -> dict[Name, Sampler]:
+    def set_up(generator: np.random.Generator) -> Samplers:
         return both(generator) if clock.recordings < 2 else alone(generator)
 
     samples = sample_in_turns(set_up, plan(), now=clock.now)

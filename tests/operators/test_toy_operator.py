@@ -8,7 +8,7 @@ import pytest
 import torch
 from captured import layer, store
 from cases import prompt, task_of, value
-from command_line import Answer, ending, passing
+from command_line import ending, passing
 from fakes import note_runs, pretend_gpu
 from operators import toy
 from verdict import assert_passes
@@ -82,7 +82,7 @@ def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch):
 
     right = registry.get("toy", "fused")
     monkeypatch.setitem(registry._implementations, ("toy", "fused"), replace(right, run=wrong))
-    assert Answer(f"run {captures} --out run").code == 1
+    ending(1, f"run {captures} --out run")
     report = load("run")[1]
     (out, states) = next(case for case in report.cases if case.implementation == "fused").accuracy
     assert out.reason

@@ -23,6 +23,7 @@ from ssdprof.report import comparison, html, stalls
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+HEADLESS = (CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
 
@@ -60,10 +61,7 @@ class Visit:
             text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8"
         )
         command = [
-            CHROMIUM,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
+            *HEADLESS,
             "--no-first-run",
             "--disable-extensions",
             "--disable-background-networking",
@@ -173,7 +171,7 @@ def test_a_printed_run_has_its_columns_on_at_most_five_pages(name, tmp_path):
     page = tmp_path / "page.html"
     printed = tmp_path / "page.pdf"
     page.write_text(PAGES[name]())
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-pdf-header-footer"]
+    command = [*HEADLESS, "--no-pdf-header-footer"]
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     subprocess.run(
         [*command, profile, f"--print-to-pdf={printed}", page.as_uri()], check=True, timeout=120
@@ -190,13 +188,7 @@ def screenshots(page, folder, name):
             '<body style="margin:0"><iframe src="plain.html" '
             f'style="width:{width}px;height:3000px;border:0">'
         )
-        command = [
-            CHROMIUM,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            f"--window-size={max(width, 500)},3000",
-        ]
+        command = [*HEADLESS, f"--window-size={max(width, 500)},3000"]
         subprocess.run(
             [*command, f"--screenshot={folder / f'{name}-{width}.png'}", frame.as_uri()],
             check=True,

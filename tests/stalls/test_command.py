@@ -27,6 +27,8 @@ from ssdprof.stalls import ncu
 from ssdprof.stalls.facts import analyse
 from ssdprof.store.reports import HEADER, dump
 
+Jobs = list[tuple[str, int]]  # (implementation, layer)
+
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch) -> Path:
@@ -68,7 +70,7 @@ def pretended(name: str, *kernels: str) -> Launched:
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> list[tuple[str, int]]:
+def gpu(monkeypatch) -> Jobs:
     """A machine with a GPU that launches nothing; returns the jobs that it received."""
     jobs = []
 
@@ -93,7 +95,7 @@ def gpu(monkeypatch) -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-def launches(gpu: list[tuple[str, int]], monkeypatch) -> Callable[[Any], None]:
+def launches(gpu: Jobs, monkeypatch) -> Callable[[Any], None]:
     """Sets what the launch of every implementation but `fused` gives: an error, or an
     implementation's launches.
     """
@@ -110,9 +112,7 @@ def launches(gpu: list[tuple[str, int]], monkeypatch) -> Callable[[Any], None]:
     return put
 
 
-def test_stored_captures_are_profiled_and_everything_is_kept(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path
-):
+def test_stored_captures_are_profiled_and_everything_is_kept(captured: Path, gpu: Jobs, tmp_path):
     out = tmp_path / "out"
     answer = passing(f"stalls {captured} --out {out} --json")
     assert gpu == [("unfused", 5), ("fused", 5)]  # the middle layer
@@ -130,9 +130,7 @@ def test_stored_captures_are_profiled_and_everything_is_kept(
         assert words in text
 
 
-def test_layers_libraries_and_own_kernels_are_profiled_by_name(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path
-):
+def test_layers_libraries_and_own_kernels_are_profiled_by_name(captured: Path, gpu: Jobs, tmp_path):
     words = "fused,mamba_ssm,published=checkout,my_module:kernel"
     answer = passing(f"stalls {captured} --out {tmp_path}/o --layer 7 --impl {words} --json")
     assert gpu == [(name, 7) for name in words.split(",")]
@@ -148,7 +146,7 @@ def test_layers_libraries_and_own_kernels_are_profiled_by_name(
 
 
 def test_a_library_that_cannot_be_profiled_is_left_out_and_named(
-    captured: Path, gpu: list[tuple[str, int]], launches: Callable[[Any], None], tmp_path
+    captured: Path, gpu: Jobs, launches: Callable[[Any], None], tmp_path
 ):
     launches(
         SsdprofError(
@@ -201,21 +199,19 @@ def test_an_implementation_that_cannot_be_profiled_is_named(
 
 
 def test_what_was_found_before_is_not_replaced_unasked_and_a_layer_that_is_not_there_is_named(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path
+    captured: Path, gpu: Jobs, tmp_path
 ):
     command = f"stalls {captured} --out {tmp_path}/o --impl fused"
     assert "(2, 64), (5, 64), (7, 64)" in ending(ExitCode.BAD_INPUT, f"{command} --layer 4").err
     assert not gpu
     assert not (tmp_path / "o").exists()
-    assert Answer(command).code == 0
+    passing(command)
     assert "--force" in ending(ExitCode.BAD_INPUT, command).err
     assert len(gpu) == 1
-    assert Answer(f"{command} --force").code == 0
+    passing(f"{command} --force")
 
 
-def test_where_ncu_cannot_work_triton_is_asked(
-    captured: Path, gpu: list[tuple[str, int]], tmp_path, monkeypatch
-):
+def test_where_ncu_cannot_work_triton_is_asked(captured: Path, gpu: Jobs, tmp_path, monkeypatch):
     def none():
         raise MissingCapabilityError("ncu is not on this machine.", "Install it.")
 
@@ -250,7 +246,7 @@ def test_a_record_can_be_read_again_and_one_that_cannot_is_refused(tmp_path):
             documents.load_stalls(file)
 
 
-def test_a_run_profiles_its_middle_layer(captured: Path, gpu: list[tuple[str, int]], tmp_path):
+def test_a_run_profiles_its_middle_layer(captured: Path, gpu: Jobs, tmp_path):
     layers = tuple(map(layer, LAYERS))
     run = run_report(command=("ssdprof", "run", str(captured)))
     keep(tmp_path / "run", run.changed(processes=(run.first.changed(captured=layers),)))

@@ -182,12 +182,16 @@ def test_find_asks_the_program_for_its_version(tmp_path, monkeypatch):
     assert ncu.find() == (str(program), "2025.3.1.0")
 
 
+def run(script: str, timeout_s: float = 30) -> str:
+    return ncu.run(["sh", "-c", script], timeout_s=timeout_s, environ=os.environ)
+
+
 def test_a_run_that_takes_too_long_is_stopped_with_its_children(tmp_path):
     """A child would keep the pipe open that it writes to."""
     os.mkfifo(pipe := tmp_path / "pipe")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(MissingCapabilityError, match="longer than 1 s") as raised:
-        ncu.run(["sh", "-c", f"sleep 600 > {pipe} & wait"], timeout_s=1, environ=os.environ)
+        run(f"sleep 600 > {pipe} & wait", timeout_s=1)
     assert "--timeout" in raised.value.hint
     os.set_blocking(reader, True)
     with open(reader, "rb") as ended:
@@ -196,10 +200,10 @@ def test_a_run_that_takes_too_long_is_stopped_with_its_children(tmp_path):
 
 def test_a_run_that_fails_is_explained_and_one_that_works_returns_its_output():
     with pytest.raises(MissingCapabilityError, match="exit code 3"):
-        ncu.run(["sh", "-c", "echo oh; exit 3"], timeout_s=30, environ=os.environ)
+        run("echo oh; exit 3")
     with pytest.raises(MissingCapabilityError, match="hardware counters"):
-        ncu.run(["sh", "-c", "echo '==ERROR== ERR_NVGPUCTRPERM'"], timeout_s=30, environ=os.environ)
-    assert ncu.run(["sh", "-c", "echo fine"], timeout_s=30, environ=os.environ) == "fine\n"
+        run("echo '==ERROR== ERR_NVGPUCTRPERM'")
+    assert run("echo fine") == "fine\n"
 
 
 def test_kernels_are_compiled_into_a_folder_of_their_own(tmp_path, monkeypatch):

@@ -12,6 +12,8 @@ import pytest
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.stalls.read import read
 
+Package = Callable[[str], None]  # the fixture `package`
+
 
 def block(payload: bytes) -> bytes:
     """One block of ncu's container: the header's size, the header with the payload's size, the
@@ -44,7 +46,7 @@ METRICS = {
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch) -> Callable[[str], None]:
+def package(tmp_path, monkeypatch) -> Package:
     """Replaces ncu_report by a module, for child processes."""
     folder = tmp_path / "site"
     folder.mkdir()
@@ -69,7 +71,7 @@ LOADS = "def load_report(path): "
 DAMAGED = r"r\.ncu-rep is damaged: ncu-report could not read it "
 
 
-def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[[str], None]):
+def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Package):
     """Without torch, beside which the package crashes."""
     package(
         "import sys\nassert 'torch' not in sys.modules\n"
@@ -99,7 +101,7 @@ def test_a_report_is_read_in_a_process_of_its_own(file: Path, package: Callable[
     ],
 )
 def test_a_file_that_breaks_the_package_is_refused(
-    file: Path, package: Callable[[str], None], monkeypatch, source, words
+    file: Path, package: Package, monkeypatch, source, words
 ):
     package(source)
     if "sleep" in source:
@@ -110,9 +112,7 @@ def test_a_file_that_breaks_the_package_is_refused(
 
 
 @pytest.mark.parametrize("content", [WHOLE[:-1], WHOLE[:40], WHOLE + b"\0"])
-def test_a_file_of_the_wrong_length_is_truncated(
-    file: Path, package: Callable[[str], None], content
-):
+def test_a_file_of_the_wrong_length_is_truncated(file: Path, package: Package, content):
     package(ONE_LAUNCH)
     file.write_bytes(content)
     with pytest.raises(BadInputError, match="is truncated"):
@@ -127,7 +127,7 @@ def test_a_file_of_the_wrong_length_is_truncated(
     ],
 )
 def test_a_compressed_report_or_one_of_another_layout_does_not_say_whether_it_is_whole(
-    tmp_path, package: Callable[[str], None], name, content
+    tmp_path, package: Package, name, content
 ):
     package(ONE_LAUNCH)
     (tmp_path / name).write_bytes(content)
@@ -140,7 +140,7 @@ def test_the_real_package_finds_nothing_in_a_report_without_launches(file: Path)
         read(file)
 
 
-def test_without_the_package_it_says_so(file: Path, package: Callable[[str], None]):
+def test_without_the_package_it_says_so(file: Path, package: Package):
     package("raise ImportError\n")
     with pytest.raises(MissingCapabilityError, match="not installed") as raised:
         read(file)

@@ -21,7 +21,8 @@ from ssdprof.store.ranks import Ranks, first_tells, follows, join, rank_count
 from ssdprof.store.reports import Writer, load
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
-
+Pair = tuple[Ranks, Ranks]
+Writers = tuple[tuple[ExitStack, Writer], ...]
 OF_TORCHRUN = {  # its variables for the first of two ranks
     "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "2",
@@ -34,7 +35,7 @@ MADE = [case(layer=layer(index)) for index in range(4)]
 
 
 @pytest.fixture
-def two(monkeypatch) -> tuple[Ranks, Ranks]:
+def two(monkeypatch) -> Pair:
     monkeypatch.setattr(Ranks, "divided", False)
     store = HashStore()
     for rank in range(2):
@@ -49,7 +50,7 @@ def dead_process() -> str:
 
 
 @pytest.fixture
-def writers(two: tuple[Ranks, Ranks]) -> Iterator[tuple[tuple[ExitStack, Writer], ...]]:
+def writers(two: Pair) -> Iterator[Writers]:
     """Both ranks, in this process.  The value has the end of each one's context."""
     requested = tuple(map(cases.requested, MADE))
     stacks = ExitStack(), ExitStack()
@@ -79,7 +80,7 @@ def interrupt(stack: ExitStack) -> str:
     return str(caught.value)
 
 
-def test_two_ranks_write_one_report(writers: tuple[tuple[ExitStack, Writer], ...]):
+def test_two_ranks_write_one_report(writers: Writers):
     (first, one), (second, other) = writers
     other.case(MADE[1])
     one.case(MADE[0])
@@ -107,9 +108,7 @@ def test_two_ranks_write_one_report(writers: tuple[tuple[ExitStack, Writer], ...
     ]
 
 
-def test_the_first_rank_waits_for_the_others(
-    writers: tuple[tuple[ExitStack, Writer], ...], monkeypatch
-):
+def test_the_first_rank_waits_for_the_others(writers: Writers, monkeypatch):
     """The other one ends while the first one waits."""
     (first, one), (second, other) = writers
     one.case(MADE[0])
@@ -119,9 +118,7 @@ def test_the_first_rank_waits_for_the_others(
     assert kept().complete
 
 
-def test_a_rank_that_was_interrupted_is_named_by_the_first(
-    writers: tuple[tuple[ExitStack, Writer], ...],
-):
+def test_a_rank_that_was_interrupted_is_named_by_the_first(writers: Writers):
     (first, one), (second, other) = writers
     other.case(MADE[1])
     assert interrupt(second).startswith("What was done is kept in ")
@@ -135,9 +132,7 @@ def test_a_rank_that_was_interrupted_is_named_by_the_first(
     )
 
 
-def test_a_first_rank_without_a_case_does_not_remove_those_of_others(
-    writers: tuple[tuple[ExitStack, Writer], ...],
-):
+def test_a_first_rank_without_a_case_does_not_remove_those_of_others(writers: Writers):
     (first, _), (_, other) = writers
     other.case(MADE[1])
     assert interrupt(first) == "Nothing had been compared yet, and no report is kept."
@@ -145,7 +140,7 @@ def test_a_first_rank_without_a_case_does_not_remove_those_of_others(
     assert indices(kept()) == [1, 3]
 
 
-def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ranks]):
+def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: Pair):
     """Its lock is free, and its line says nothing of its end."""
     ranks, other = two
     with (
@@ -164,9 +159,7 @@ def test_a_rank_that_is_killed_is_named_and_nothing_is_lost(two: tuple[Ranks, Ra
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_other_ranks_name_a_first_rank_that_died(
-    two: tuple[Ranks, Ranks], error: type[BaseException]
-):
+def test_other_ranks_name_a_first_rank_that_died(two: Pair, error: type[BaseException]):
     """torchrun interrupts them then."""
     Path("run").mkdir()
     Path("run/run.json").write_text(draft(**header(ranks=2)).model_dump_json())
@@ -186,7 +179,7 @@ def test_other_ranks_name_a_first_rank_that_died(
     ]
 
 
-def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, Ranks]):
+def test_a_rank_that_died_before_it_opened_its_file_is_named(two: Pair):
     two[0].store.set("1/process", dead_process())
     with (
         pytest.raises(MissingCapabilityError, match=r"^Rank 1 of 2 died"),
@@ -196,7 +189,7 @@ def test_a_rank_that_died_before_it_opened_its_file_is_named(two: tuple[Ranks, R
     assert indices(kept()) == [0]
 
 
-def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[Ranks, Ranks]):
+def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: Pair):
     two[1].store.set("0/process", dead_process())
     with pytest.raises(MissingCapabilityError, match=r"^Rank 0 of 2 died"), writing(None, two[1]):
         pytest.fail("there is no folder")
@@ -207,7 +200,7 @@ def test_other_ranks_wait_for_the_folder_of_the_first_unless_it_died(two: tuple[
 # --- torchrun
 
 
-def test_a_zombie_does_not_live(two: tuple[Ranks, Ranks], monkeypatch):
+def test_a_zombie_does_not_live(two: Pair, monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", ""])
     two[0].store.set("1/process", str(process.pid))
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # its exit code is not read
@@ -269,9 +262,7 @@ def test_there_are_never_two_ranks_on_a_gpu(monkeypatch):
     assert "--nproc-per-node 1" in caught.value.hint
 
 
-def test_before_work_is_divided_the_first_rank_tells_what_is_wrong(
-    two: tuple[Ranks, Ranks], monkeypatch
-):
+def test_before_work_is_divided_the_first_rank_tells_what_is_wrong(two: Pair, monkeypatch):
     """torchrun ends the others meanwhile.  If it does not, only they have the error."""
 
     def interrupted(_: float):
