@@ -737,7 +737,7 @@ def _of_libraries(report: Report) -> Iterator[str]:
     by_reason = grouped(not_passed, lambda case: (case.implementation, case.why))
     for (_, reason), cases in by_reason.items():
         yield f"Without a time: {case_words(cases)}: {reason.rstrip('.')}."
-    outside = [case for case in libraries if case.result == "passed" and case.outside_budget]
+    outside = [case for case in libraries if case.result == "passed" and case.accuracy_faults]
     if outside:
         yield (
             "Outside the error budget, but passed because it is another library's: "
@@ -818,7 +818,7 @@ def case_words(cases: Iterable[Case]) -> str:
 
 def trouble_words(series: Series) -> str:
     """Why a series is not within its error budget: "not finite in layer 9"."""
-    outside = [case for case in series.cases if case.result != "passed" or case.outside_budget]
+    outside = [case for case in series.cases if case.result != "passed" or case.accuracy_faults]
     by_fault = grouped(outside, _fault_words)
     return fmt.words(f"{fault} in {layer_words(cases)}" for fault, cases in by_fault.items())
 
