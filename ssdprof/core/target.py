@@ -92,7 +92,9 @@ class CallRef(Record):
 
     @property
     def of_server(self) -> str:
-        """The forward pass and the rank of a recorded call: ", pass 2 of 5, rank 1".
+        """The forward pass and the rank of a recorded call, such as:
+
+            , pass 2 of 5, rank 1
 
         Each is left out if it is not known or there is only one.
         """
@@ -100,8 +102,12 @@ class CallRef(Record):
         return forward_pass if self.rank is None else f"{forward_pass}, rank {self.rank}"
 
     def __str__(self) -> str:
-        """The call in words: "chunk 2 of 5 of 40 tokens", "decode step 1 of 4 after 40 tokens", "in
-        3 packed sequences".
+        """The call in words, such as:
+
+        chunk 2 of 5 of 40 tokens
+        decode step 1 of 4 after 40 tokens
+        drafted at the end of 40 tokens
+        in 3 packed sequences, pass 2 of 5, rank 1
         """
         if self.kind == "packed":
             noun = "sequence" if self.sequences == 1 else "sequences"

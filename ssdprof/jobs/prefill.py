@@ -283,7 +283,8 @@ class _PromptRun:
     def leave_out_unseen(self, writer: Writer, has_budget: bool) -> None:
         """Note in the report the cases that the budget did not reach.
 
-        has_budget: whether the budget was not spent before this prompt.  If it was, the whole prompt is left out.
+        has_budget: whether the budget was not spent before this prompt.  If it was, the whole
+            prompt is left out.
         """
         unseen = tuple(name for name in self.cases if name not in self.seen)
         if unseen:
