@@ -137,8 +137,8 @@ def load(where: str | os.PathLike[str] | None = None) -> Results:
     Raises BadInputError if there is none, or if it cannot be read.
     """
     kinds = () if where else reports.KINDS
-    folder, report = reports.load(None if where is None else Path(where), *kinds)
-    return Results(report, folder)
+    path, report = reports.load(None if where is None else Path(where), *kinds)
+    return Results(report, path)
 
 
 # --- the commands

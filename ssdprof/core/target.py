@@ -92,9 +92,7 @@ class CallRef(Record):
 
     @property
     def of_server(self) -> str:
-        """The forward pass and the rank of a recorded call, such as:
-
-            , pass 2 of 5, rank 1
+        """The forward pass and the rank of a recorded call: ", pass 2 of 5, rank 1".
 
         Each is left out if it is not known or there is only one.
         """

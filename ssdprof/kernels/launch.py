@@ -187,8 +187,8 @@ def no_garbage_collection() -> Iterator[None]:
 
 _WARP = 32  # threads
 _MOST_ENCODED = 2048  # descriptors that are kept for a kernel: several for each layer of a model
-# the most parameters of a kernel for addresses of scratch memory, which are its last.  Triton sets
-# them if the kernel needs scratch memory
+# A kernel has at most this many parameters for addresses of scratch memory.  They come last, and
+# Triton sets them if the kernel needs scratch memory
 _MOST_SCRATCH_PARAMETERS = 2
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # size and alignment of a CUtensorMap, in bytes
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType

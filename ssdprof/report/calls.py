@@ -432,7 +432,9 @@ def reasons(report: Report) -> Table:
         note = f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
     title = "Failures, refusals, remarks"
     text_headings = ("result", *NAMES, "where", "reason", "first NaN\nor Inf")
-    all_columns = table(title, rows[:_MOST_ROWS], text_headings, keys=3, wraps="reason", note=note)
+    all_columns = table(
+        title, rows[:_MOST_ROWS], text_headings, keys=1 + len(NAMES), wraps="reason", note=note
+    )
     return all_columns.without_empty_columns()
 
 

@@ -154,7 +154,9 @@ def answers_by_position(cases: Sequence[Case]) -> Table:
             rows.append(_names(case, task) | positions | _differences(case, band))
     title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
     text_headings = (*NAMES, "positions")
-    return table(title, rows, text_headings, note=_reference(cases), keys=3).without_empty_columns()
+    return table(
+        title, rows, text_headings, note=_reference(cases), keys=len(NAMES) + 1
+    ).without_empty_columns()
 
 
 def answers_by_layer(cases: Sequence[Case]) -> Table:
@@ -171,7 +173,9 @@ def answers_by_layer(cases: Sequence[Case]) -> Table:
     title = f"One layer at a time, {fmt.tokens(cases[0].seqlen)}"
     note = "In every other layer the reference computes."
     text_headings = ("layer", *NAMES)
-    return table(title, rows, text_headings, keys=3, note=note).without_empty_columns()
+    return table(
+        title, rows, text_headings, keys=len(text_headings), note=note
+    ).without_empty_columns()
 
 
 def _negative_divergence(answer: _Answer) -> float:
