@@ -257,7 +257,7 @@ def _case(of_all: RecordedBench, report: Report, case: Case) -> RecordedCase:
         precision=f"{intermediates_of(case.precision)} {states_of(case.precision)}",
         status=case.result,
         reason=case.why if case.result != "passed" else "",
-        outside_budget=case.outside_budget if case.result == "passed" else "",
+        outside_budget=case.accuracy_faults if case.result == "passed" else "",
         errors=dict(_errors(case)),
         device_us=case.device_us and _times(case.device_us),
         call_us=case.call_us and _times(case.call_us),

@@ -55,6 +55,7 @@ CommandOptions = TypeVar(
     options.PrefillOptions,
     options.BenchOptions,
 )
+# (inputs) -> (out, final_states); dots, because each operator has a class of inputs of its own
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # options of commands that the functions do not have
 _COMMAND_ONLY = ("json", "full", "dry_run", "prefill", "stalls")
@@ -65,13 +66,13 @@ class Results:
     """A report.  A notebook shows it as a page, and `print` as its command does.
 
     report: the whole report, with every case.
-    folder: where it is stored: a folder, or a file that `--json` printed; None for a comparison on
+    path: where it is stored: a folder, or a file that `--json` printed; None for a comparison on
         given tensors.
     """
 
-    def __init__(self, report: Report, folder: Path | None = None) -> None:
+    def __init__(self, report: Report, path: Path | None = None) -> None:
         self.report = report
-        self.folder = folder
+        self.path = path
 
     @property
     def passed(self) -> bool:
@@ -111,7 +112,7 @@ class Results:
         """
         target = Path(file)
         files.check_target(target, replace=force)
-        text = exported(format or format_of(target), self.folder, self.report, target)
+        text = exported(format or format_of(target), self.path, self.report, target)
         files.write_text(target, text.rstrip("\n") + "\n", replace=force)
         return target
 
@@ -124,7 +125,7 @@ class Results:
 
     def _repr_html_(self) -> str:
         """The report's page, in a frame into which the style of the notebook does not reach."""
-        return _FRAME.format(text_html.escape(exported("html", self.folder, self.report)))
+        return _FRAME.format(text_html.escape(exported("html", self.path, self.report)))
 
 
 def load(where: str | os.PathLike[str] | None = None) -> Results:
@@ -136,8 +137,8 @@ def load(where: str | os.PathLike[str] | None = None) -> Results:
     Raises BadInputError if there is none, or if it cannot be read.
     """
     kinds = () if where else reports.KINDS
-    folder, report = reports.load(None if where is None else Path(where), *kinds)
-    return Results(report, folder)
+    path, report = reports.load(None if where is None else Path(where), *kinds)
+    return Results(report, path)
 
 
 # --- the commands

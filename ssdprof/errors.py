@@ -340,21 +340,20 @@ def failed_import(error: Exception) -> SsdprofError | None:
     """The error for a library that cannot be imported; None for an error that has another cause.
 
     The most frequent cause is an environment variable that the library does not understand, such as
-    TORCH_LOGS, so the hint names the variables of the libraries that were being imported.
+    TORCH_LOGS, so the hint names the variables of the libraries that were being imported.  It does
+    not show their values, which may be secrets.
     """
-    packages = [
+    packages = dict.fromkeys(
         frame.f_globals["__name__"].partition(".")[0]
         for frame, _ in traceback.walk_tb(error.__traceback__)
         if frame.f_code.co_name == "<module>"
-    ]
-    libraries = [name for name in packages if name not in ("ssdprof", "__main__")]
+    )
+    libraries = [package for package in packages if package not in ("ssdprof", "__main__")]
     if not libraries:
         return None
-    names = [name.upper() for name in libraries]
-    prefixes = (*names, *(f"PY{name}" for name in names))
-    variables = [
-        f"{name}={value!r}" for name, value in os.environ.items() if name.startswith(prefixes)
-    ]
+    starts = [library.upper() for library in libraries]
+    prefixes = (*starts, *(f"PY{start}" for start in starts))
+    variables = [variable for variable in os.environ if variable.startswith(prefixes)]
     reason = whole_words(library_message(error), _LONGEST_REASON)
     hint = f"Install {libraries[0]} again."
     if variables:

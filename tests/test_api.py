@@ -40,8 +40,8 @@ def test_a_run_is_that_of_its_command_line(ran: ssdprof.Results):
     typed = "ssdprof run demo --seq 40 --layers first:1 --dtypes exact "
     assert " ".join(ran.report.command).startswith(typed)
     assert [gate.text for gate in ran.report.conditions] == ["rms:2", "match:50%"]
-    assert ran.folder
-    assert ssdprof.load(ran.folder).report == ran.report
+    assert ran.path
+    assert ssdprof.load(ran.path).report == ran.report
     assert repr(ran).splitlines()[0] == "ssdprof: demo, 40 tokens, no GPU"
     assert repr(ran).splitlines()[-1].startswith("In short: fused is accurate enough")
 
@@ -108,13 +108,13 @@ def test_a_run_that_stored_captures_stands_for_them(tmp_path, monkeypatch):
 
 def test_a_case_runs_again_by_its_command(ran: ssdprof.Results):
     case = ran.cases[-1]
-    shown = CliRunner().invoke(app, ["case", case.id, str(ran.folder)])
+    shown = CliRunner().invoke(app, ["case", case.id, str(ran.path)])
     command = (
         "ssdprof run demo --gate rms:2 --gate match:50% --impl fused --dtypes exact "
         "--states fp32 --layers 0 --seq 40"
     )
     assert shown.stdout.splitlines() == [f"{case.id}  {case.name}", "passed", command]
-    missing = CliRunner().invoke(app, ["case", "nothing", str(ran.folder)])
+    missing = CliRunner().invoke(app, ["case", "nothing", str(ran.path)])
     assert (missing.exit_code, case.id in missing.stderr) == (2, True)
 
 

@@ -296,7 +296,7 @@ def test_a_wrong_library_fails_the_run_and_an_inexact_one_is_told(monkeypatch):
     shown = ending(1, f"run demo {SHORT} --impl fused,sloppy,wrong --full").shown
     found = cases()
     assert (found["sloppy"].result, found["wrong"].result) == ("passed", "inaccurate")
-    assert found["sloppy"].outside_budget.startswith("out, head 0: max|ours - oracle| is ")
+    assert found["sloppy"].accuracy_faults.startswith("out, head 0: max|ours - oracle| is ")
     assert "Outside the error budget, but passed because it is another library's: sloppy" in shown
     assert "FAILED: 1 of 5 cases: wrong (exact, bf16 states) inaccurate in layer 0" in shown
     shown = Answer("accuracy --impl sloppy").shown

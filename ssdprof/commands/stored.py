@@ -311,7 +311,7 @@ else:
     show("kept", call.actual)
 tensors = call.inputs.tensors.items()
 inputs = ", ".join(f"{{name}} {{tuple(tensor.shape)}} {{tensor.dtype}}" for name, tensor in tensors)
-print(f"now: {{call.word}} ({{call.precision}}) is called with {{inputs}}")
+print(f"now: {{call.implementation}} ({{call.precision}}) is called with {{inputs}}")
 print("now: if this is the last line, the call ended this process", flush=True)
 faulthandler.enable(sys.__stderr__)  # prints the line of Python that a signal such as SIGSEGV ended
 show("now", call.run())

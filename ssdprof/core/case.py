@@ -684,7 +684,7 @@ class Case(Record):
             return "nonfinite"
         if self._nonfinite_answer is not None:
             return "nonfinite"
-        if self.later_fault or self.broken_laws or (self.outside_budget and not self.tolerated):
+        if self.later_fault or self.broken_laws or (self.accuracy_faults and not self.tolerated):
             return "inaccurate"
         return "passed"
 
@@ -696,14 +696,15 @@ class Case(Record):
     def broken_laws(self) -> tuple[Probe, ...]:
         """The broken laws that make the case fail.
 
-        The laws of a library that the user did not name are reported and fail no case.
+        Laws of a library that the user did not name, and `REPEATS`, which no kernel promises to
+        obey, are reported and fail no case.
         """
         if self.kind == "library" and not self.named:
             return ()
         return tuple(law for law in self.probes if law.holds == "no" and law.name != REPEATS)
 
     @property
-    def outside_budget(self) -> str:
+    def accuracy_faults(self) -> str:
         """The reasons why errors are outside their budgets, and the broken laws; empty if there are
         none.
         """
@@ -712,8 +713,8 @@ class Case(Record):
         return "; ".join([*reasons, *laws])
 
     @property
-    def only_outside(self) -> bool:
-        """Whether the only fault of the case is that it is outside its budget or breaks a law."""
+    def is_only_inaccurate(self) -> bool:
+        """Whether nothing but `accuracy_faults` makes the case fail."""
         return self.result == "inaccurate" and not self.later_fault
 
     @property
@@ -734,10 +735,10 @@ class Case(Record):
             return self.later_fault
         if self._nonfinite_answer is not None:
             return f"the distribution at position {self._nonfinite_answer:,} is not finite"
-        if self.only_outside:
-            return "; ".join(filter(None, (self.outside_budget, self.reason)))
+        if self.is_only_inaccurate:
+            return "; ".join(filter(None, (self.accuracy_faults, self.reason)))
         nonfinite = "some element is not finite" if self.nonfinite else ""
-        return self.reason or nonfinite or self.outside_budget
+        return self.reason or nonfinite or self.accuracy_faults
 
     @property
     def is_gated(self) -> bool:

@@ -153,8 +153,8 @@ class Outcome:
     failed: the cases among them that did not pass.
     tolerated: the cases among them that passed although they are outside their budget: of other
         libraries, or of a server.
-    outside: the cases of baselines that are finite and outside their budget.  That fails nothing,
-        because the verdict is on the implementations that are compared with them.
+    outside: the cases of baselines that are finite, and outside their budget or break a law.  That
+        fails nothing, because the verdict is on the implementations that are compared with them.
     refused: the requested cases that an implementation does not support, without answers, prefills
         and the cases of `others`.
     missing: the number of requested cases that are neither in the report nor left out by name.
@@ -174,20 +174,20 @@ class Outcome:
         self.outside: list[Case] = []
         for case in report.cases:
             is_baseline = (case.case_key, case.implementation) in baselines
-            if is_baseline and case.outside_budget and case.result != "nonfinite":
+            if is_baseline and case.accuracy_faults and case.result != "nonfinite":
                 self.outside.append(case)
             if not _counts(case, report):
                 continue
             counted.append(case)
             # listed in `outside`; neither compared nor a failure
-            is_tolerated_baseline = is_baseline and case.only_outside
+            is_tolerated_baseline = is_baseline and case.is_only_inaccurate
             if not (is_answers(case) or is_tolerated_baseline):
                 judged.append(case)
         self.others = len(report.cases) - len(counted)
 
         self.failed = tuple(case for case in judged if case.failed)
         self.tolerated = tuple(
-            case for case in judged if case.result == "passed" and case.outside_budget
+            case for case in judged if case.result == "passed" and case.accuracy_faults
         )
         refused = [case for case in judged if case.result == "refused"]
         self.compared = len(judged) - len(refused)

@@ -100,8 +100,12 @@ class CallRef(Record):
         return forward_pass if self.rank is None else f"{forward_pass}, rank {self.rank}"
 
     def __str__(self) -> str:
-        """The call in words: "chunk 2 of 5 of 40 tokens", "decode step 1 of 4 after 40 tokens", "in
-        3 packed sequences".
+        """The call in words, such as:
+
+        chunk 2 of 5 of 40 tokens
+        decode step 1 of 4 after 40 tokens
+        drafted at the end of 40 tokens
+        in 3 packed sequences, pass 2 of 5, rank 1
         """
         if self.kind == "packed":
             noun = "sequence" if self.sequences == 1 else "sequences"

@@ -496,7 +496,7 @@ class _Timed:
             entry.call.inputs, {label: entry.candidate(output)}
         ).values()
         again = known.changed(accuracy=accuracy)
-        return "" if again.result == known.result else again.outside_budget
+        return "" if again.result == known.result else again.accuracy_faults
 
     def _remark(self, label: str, text: str) -> None:
         self.cases[label] = self.cases[label].changed(reason=text)
@@ -505,10 +505,10 @@ class _Timed:
 def _may_be_timed(case: Case, baselines: Baselines) -> bool:
     """Whether a verified case may be timed.
 
-    A baseline is timed even if it is outside its budget, because the verdicts are on the others.
-    An output that a server has recorded cannot be timed.
+    A baseline is timed even if it is outside its budget or breaks a law, because the verdicts are
+    on the others.  An output that a server has recorded cannot be timed.
     """
-    tolerated = case.only_outside and (case.case_key, case.implementation) in baselines
+    tolerated = case.is_only_inaccurate and (case.case_key, case.implementation) in baselines
     return case.kind != "served" and (case.result == "passed" or tolerated)
 
 

@@ -76,7 +76,7 @@ def _write(folder: Path, entry: Entry, law: str, inputs: Inputs, output: Output 
         stored[name], layouts[name] = packed(tensor)
     call = {
         "operator": inputs.operator,
-        "word": entry.call.implementation.word,
+        "implementation": entry.call.implementation.word,
         "precision": str(entry.call.precision),
         "scalars": inputs.scalars,
         "layouts": layouts,
@@ -111,11 +111,11 @@ def _with_a_copy(inputs: Inputs) -> Inputs:
 
 
 class SavedCall(NamedTuple):
-    """A call that failed.
+    """A call that failed or broke a law.
 
     expected: the output of the fp64 oracle.
     actual: the output of the implementation; None if there was none.
-    word: the implementation, as --impl names it.
+    implementation: as --impl names it.
     precision: the precision of the call, at which the implementation ran.
     in_place: whether it is a call on a pool of states.  Then the initial states of `inputs` are the
         pool before the call, between its guards, and the final states of an output are the pool
@@ -125,13 +125,13 @@ class SavedCall(NamedTuple):
     inputs: Inputs
     expected: Output
     actual: Output | None
-    word: str
+    implementation: str
     precision: Precision
     in_place: bool
 
     def run(self) -> Output:
-        """Call the implementation again, in place on a copy of the pool."""
-        implementation = resolve(operators.get(self.inputs.operator), self.word)
+        """Call the implementation again; a call in place on a copy of the pool."""
+        implementation = resolve(operators.get(self.inputs.operator), self.implementation)
         if not self.in_place:
             return implementation.run(self.inputs, self.precision)
         run = pool_run(implementation)
@@ -151,7 +151,7 @@ def load_call(file: str | os.PathLike[str]) -> SavedCall:
         inputs=operators.get(call["operator"]).inputs(**groups["inputs"], **call["scalars"]),
         expected=kernels.Output(**groups["expected"]),
         actual=kernels.Output(**groups["actual"]) if groups["actual"] else None,
-        word=call["word"],
+        implementation=call["implementation"],
         precision=Precision.named(call["precision"]),
         in_place=call["in_place"],
     )

@@ -94,18 +94,16 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
     clock = StepClock(request.budget, on_step)
     with clock.step("Loading the model"):
         loaded = load(on_gpu, watcher, request.copies)
-    lengths = _lengths(request, loaded, resolved, device)
+    prompt_runs = _prompt_runs(request, loaded, resolved, device)
     requested: list[Requested] = []
-    for length in lengths:
-        for case in length.cases.values():
+    for prompt_run in prompt_runs:
+        for case in prompt_run.cases.values():
             requested.append((case.case_key, case.implementation, case.precision))
-    files = partial(sources, target, resolved.all)
     with (
         opened(
             request.out,
             watcher,
-            None,
-            files,
+            sources=partial(sources, target, resolved.all),
             kind="prefill",
             command=request.command,
             environment=collect(),
@@ -119,22 +117,22 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
         limits.memory_errors(),
     ):
         writer.update(clocks=read_clocks(), steps=dict(steps))
-        for length in lengths:
-            if length.is_done(writer.earlier):
+        for prompt_run in prompt_runs:
+            if prompt_run.is_done(writer.earlier):
                 continue
-            begun = clock.left() > 0
-            if begun:
-                with watcher.step(f"Prefill of {length.what}"):
-                    length.run(writer, clock)
-            length.leave_out_unseen(writer, begun)
-            if begun:
+            has_budget = clock.left() > 0
+            if has_budget:
+                with watcher.step(f"Prefill of {prompt_run.what}"):
+                    prompt_run.run(writer, clock)
+            prompt_run.leave_out_unseen(writer, has_budget)
+            if has_budget:
                 writer.update(clocks=read_clocks(), steps=dict(steps))
     return load_report(writer.folder)
 
 
-def _lengths(
+def _prompt_runs(
     request: PrefillOptions, loaded: Loaded, resolved: Resolved, device: torch.device
-) -> list[_Length]:
+) -> list[_PromptRun]:
     """Every prompt, in the order in which they are timed, with its cases: first all prompts with
     the model's own convolution and norm, then all with the bundled ones if they are requested.
     """
@@ -149,9 +147,9 @@ def _lengths(
         zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True),
         key=lambda ids_prompt_segment: ids_prompt_segment[1].seqlen,
     )
-    lengths: list[_Length] = []
+    prompt_runs: list[_PromptRun] = []
     for bundled, (ids, prompt, segment_length) in product(conv_and_norms, prompts):
-        length = _Length(
+        prompt_run = _PromptRun(
             request=request,
             resolve=resolved.resolve,
             model=loaded.whole,
@@ -164,41 +162,43 @@ def _lengths(
             timer=timer,
             profile=partial(traced, device=device),
         )
-        for case in _cases(length, target, prompt, resolved):
-            length.cases[case.implementation] = case
-        lengths.append(length)
-    return lengths
+        for case in _cases(prompt_run, target, prompt, resolved):
+            prompt_run.cases[case.implementation] = case
+        prompt_runs.append(prompt_run)
+    return prompt_runs
 
 
-def _cases(length: _Length, target: Target, prompt: Prompt, resolved: Resolved) -> Iterator[Case]:
+def _cases(
+    prompt_run: _PromptRun, target: Target, prompt: Prompt, resolved: Resolved
+) -> Iterator[Case]:
     """The cases of a prompt, the baseline's first, before they have run.
 
     An implementation with precisions of its own runs at the first of them.  With bundled
     convolution and norm, libraries have no case, unless one is the baseline.
     """
-    config = length.model.config.get_text_config()
-    dtype = dtype_name(length.model.get_input_embeddings().weight.dtype)
-    batch, seqlen = length.ids.shape
+    config = prompt_run.model.config.get_text_config()
+    dtype = dtype_name(prompt_run.model.get_input_embeddings().weight.dtype)
+    batch, seqlen = prompt_run.ids.shape
     wanted = resolved.precisions(dtype)
     convolution = "torch's depthwise convolution, because causal-conv1d is not installed"
     if version := installed_version("causal-conv1d"):
         convolution = f"causal-conv1d {version}"
     prefill = Prefill(
         kind="prefill",
-        conv_and_norm="bundled" if length.bundled else "model",
+        conv_and_norm="bundled" if prompt_run.bundled else "model",
         layers=config.num_hidden_layers,
         layer_count=target.ref.layer_count,
-        operator_layers=len(length.mixers),
-        operator_calls=length.operator_calls,
-        segment_length=min(length.segment_length, seqlen),
-        alone=length.layer,
+        operator_layers=len(prompt_run.mixers),
+        operator_calls=prompt_run.operator_calls,
+        segment_length=min(prompt_run.segment_length, seqlen),
+        alone=prompt_run.layer,
         attention=getattr(config, "_attn_implementation", None) or "",
         convolution=convolution,
-        left_to_model=length.bundled.left_to_model if length.bundled else (),
+        left_to_model=prompt_run.bundled.left_to_model if prompt_run.bundled else (),
     )
     for name in dict.fromkeys((resolved.baseline, *resolved.present)):
-        known = resolved.resolve(length.layer.operator, name)
-        if known.kind == "library" and name != resolved.baseline and length.bundled:
+        known = resolved.resolve(prompt_run.layer.operator, name)
+        if known.kind == "library" and name != resolved.baseline and prompt_run.bundled:
             continue
         yield Case(
             task=prefill,
@@ -215,7 +215,7 @@ def _cases(length: _Length, target: Target, prompt: Prompt, resolved: Resolved) 
 
 
 @dataclass(kw_only=True)
-class _Length:
+class _PromptRun:
     """Runs the whole model on one prompt with each implementation: times the operators alone,
     profiles one prefill, then times prefills.
 
@@ -280,10 +280,11 @@ class _Length:
                 return False
         return True
 
-    def leave_out_unseen(self, writer: Writer, begun: bool) -> None:
+    def leave_out_unseen(self, writer: Writer, has_budget: bool) -> None:
         """Note in the report the cases that the budget did not reach.
 
-        begun: whether anything ran on this prompt.  If not, the whole prompt is left out.
+        has_budget: whether the budget was not spent before this prompt.  If it was, the whole
+            prompt is left out.
         """
         unseen = tuple(name for name in self.cases if name not in self.seen)
         if unseen:
@@ -291,7 +292,7 @@ class _Length:
             # there is a budget, because nothing else leaves cases out
             reason = f"the budget of {self.request.budget:g} s was spent"
             # (): all implementations
-            writer.leave_out(case_key, reason, unseen if begun else ())
+            writer.leave_out(case_key, reason, unseen if has_budget else ())
 
     def run(self, writer: Writer, clock: StepClock) -> None:
         """Run all steps on this prompt, and write the cases.
@@ -325,7 +326,7 @@ class _Length:
     @contextmanager
     def running(self, compute: Compute, *, marks: bool = False) -> Iterator[CallCount]:
         """While the context is open, `compute` replaces the model's operators, and the bundled
-        convolution and norm replace the model's own, if this length has them.
+        convolution and norm replace the model's own, if this run has them.
 
         The value of the context counts the operator's calls.  marks: also mark the parts of the
         model for a profile.

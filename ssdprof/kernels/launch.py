@@ -187,9 +187,9 @@ def no_garbage_collection() -> Iterator[None]:
 
 _WARP = 32  # threads
 _MOST_ENCODED = 2048  # descriptors that are kept for a kernel: several for each layer of a model
-# largest number of parameters for addresses of scratch memory, which are the last parameters, and
-# which Triton sets if a kernel needs scratch memory
-_SCRATCH = 2
+# A kernel has at most this many parameters for addresses of scratch memory.  They come last, and
+# Triton sets them if the kernel needs scratch memory
+_MOST_SCRATCH_PARAMETERS = 2
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # size and alignment of a CUtensorMap, in bytes
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 _PROMOTE_TO_L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
@@ -271,7 +271,7 @@ class DirectLaunch:
             elif kind != "constexpr":
                 self._values.append(_SCALARS[kind](value))
         scratch = parameter_count(compiled.asm["ptx"]) - len(self._values)
-        if not 0 <= scratch <= _SCRATCH:
+        if not 0 <= scratch <= _MOST_SCRATCH_PARAMETERS:
             raise ValueError("other parameters")
         self._values += [ctypes.c_uint64()] * scratch
         addresses = map(ctypes.addressof, self._values)

@@ -410,20 +410,24 @@ def judge_kinds(
 ) -> None:
     """Call `judge_first` for every kind of forms.
 
-    Raises Skipped if all kinds are refused: with the first refusal; if one of them could not be
-    tested, with the first such reason; with `otherwise` if there is no kind.
+    The law is tested if at least one kind is accepted and none could not be tested.
+
+    Raises Skipped, after all kinds were tried:
+        with `otherwise`, if there is no kind;
+        with the first reason "not tested", if a kind has one, even if others passed;
+        with the first refusal, if all kinds are refused.
     """
+    if not kinds:
+        raise Skipped(otherwise)
     refusals: list[Skipped] = []
     for forms in kinds:
         try:
             judge_first(forms, otherwise, judge)
         except Skipped as refusal:
             refusals.append(refusal)
-    if not kinds:
-        raise Skipped(otherwise)
-    for skipped in refusals:
-        if skipped.holds == "not tested":
-            raise skipped
+    untested = [refusal for refusal in refusals if refusal.holds == "not tested"]
+    if untested:
+        raise untested[0]
     if len(refusals) == len(kinds):
         raise refusals[0]
 

@@ -66,8 +66,7 @@ class PoolRow:
     """A sequence of a call on a pool.
 
     tokens: number of tokens.
-    columns: slots, of which the sequence begins with columns[accepted - 1]; -1: it begins with
-        zeros.
+    columns: slots.  The sequence begins with columns[accepted - 1], or with zeros if that is -1.
     writes: the slot of the final state, or one slot for the state after each token; -1: that state
         is not kept; (): the final state replaces the initial one.
     accepted: number of the tokens of the previous call that were accepted, from 1.
@@ -252,13 +251,16 @@ class Room:
         generated = operator.binding.positional(operator.generated.draw(cell, self.device))
         values = generated[like.VALUES]
         # What the generator leaves out is a gate of the output, which has the form of the values.
+        # They are flipped, so that a gate in place of the values is found.
         return {
             name: generated.get(name, values.flip(1)).to(tensor.dtype)
             for name, tensor in operator.binding.positional(like).items()
         }
 
     def take(self, batch: int, count: int) -> TokenTensors:
-        """Views of the next tokens of the stream, (batch, count, ...); at its end, of the first."""
+        """Views of the stream's next tokens, at most STREAM, as (batch, count, ...); if too few are
+        left, of the first.
+        """
         if self._taken + batch * count > STREAM:
             self._taken = 0
         tokens = slice(self._taken, self._taken + batch * count)
@@ -392,7 +394,8 @@ class Room:
             tokens += [f"call {self.calls}, row {i}, token {token}" for token in range(row.tokens)]
         states, slots = self._kept_states(call, plain)
         output = Output(live_out, states)
-        self.compare(plain, output, call.pool.states.dtype, token_names=tokens, state_names=slots)
+        dtype = call.pool.states.dtype
+        self.judge_output(plain, output, dtype, token_names=tokens, state_names=slots)
         return output
 
     def _kept_states(self, call: PoolCall, plain: Inputs) -> tuple[Tensor, list[str]]:
@@ -481,7 +484,7 @@ class Room:
             self._like, **tensors, cu_seqlens=self._bounds(counts), state_every=int(every_state)
         )
 
-    def compare(
+    def judge_output(
         self,
         plain: Inputs,
         output: Output,
@@ -490,7 +493,7 @@ class Room:
         token_names: Sequence[str],
         state_names: Sequence[str],
     ) -> None:
-        """Compare an output with the oracle's.
+        """Judge an output by the oracle's.
 
         plain: the inputs without a pool.  state_dtype: that of the pool.
         token_names, state_names: the names of all tokens and of all states in messages.
@@ -540,8 +543,7 @@ def _differ(first: Tensor, second: Tensor) -> bool:
 
 
 class Chain:
-    """Several calls of some sequences on one pool, where each sequence has several slots, which lie
-    in no order.
+    """Several calls of some sequences on one pool, where each has several slots, in no order.
 
     columns: the slots of each sequence.
     current: for each sequence, the column of its state; None: it is new, and begins with zeros.
@@ -641,7 +643,7 @@ class Chain:
         states = torch.stack([history.final for history in histories])
         output = Output(torch.cat(outs)[None], states)
         last = [history.last for history in histories]
-        self.room.compare(plain, output, torch.float32, token_names=labels, state_names=last)
+        self.room.judge_output(plain, output, torch.float32, token_names=labels, state_names=last)
 
 
 @dataclass
@@ -788,9 +790,7 @@ def rounded_once(room: Room) -> None:
 
 
 def far_slots(room: Room) -> None:
-    """A pool whose last slot lies 2^31 elements behind the first, so that offsets in 32 bits wrap
-    around.
-    """
+    """A pool whose last slot is 2^31 elements behind the first: offsets in 32 bits wrap around."""
     pool = room.pool(slots=3, dtype=torch.bfloat16, far=1 << 30)
     room.check(room.call(pool, rows_of(2, 1)))
 

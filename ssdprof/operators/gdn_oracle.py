@@ -161,7 +161,7 @@ SIZE_WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
 SMALLEST_CHUNK = 16  # positions; the edge of a tensor core's tile
 
 
-def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_CHUNK) -> int:
+def flops(sizes: Mapping[str, int], positions: int, chunk: int = SMALLEST_CHUNK) -> int:
     """Multiplications and additions of the chunked form's matrix products for `positions` positions
     of all heads.
 
@@ -179,9 +179,10 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     key_heads, heads, key_dim, value_dim = (
         sizes[name] for name in ("key_heads", "value_heads", "key_dim", "value_dim")
     )
-    sources = chunk_size + 1
+    pair_sources = chunk + 1  # from which two positions read on average
     per_position = (
-        2 * sources * (key_heads * key_dim + heads * value_dim) + 6 * heads * key_dim * value_dim
+        2 * pair_sources * (key_heads * key_dim + heads * value_dim)
+        + 6 * heads * key_dim * value_dim
     )
     return positions * per_position
 

@@ -98,7 +98,7 @@ def rounded_chunks(inputs: KDAInputs, low: Rounded, span: Span, gate: Gate) -> t
 # --- cost
 
 
-def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_CHUNK) -> int:
+def flops(sizes: Mapping[str, int], positions: int, chunk: int = SMALLEST_CHUNK) -> int:
     """Multiplications and additions of the chunked form's matrix products for `positions` positions
     of all heads.
 
@@ -106,8 +106,8 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     their decays are inside the sums.
     """
     heads, key_dim, value_dim = (sizes[name] for name in ("value_heads", "key_dim", "value_dim"))
-    sources = chunk_size + 1
-    per_head = 2 * sources * (key_dim + value_dim) + 6 * key_dim * value_dim
+    pair_sources = chunk + 1  # from which two positions read on average
+    per_head = 2 * pair_sources * (key_dim + value_dim) + 6 * key_dim * value_dim
     return positions * heads * per_head
 
 

@@ -199,7 +199,8 @@ class OracleSpec(Generic[I]):
     chunk_size: (inputs) -> positions of a chunk of the rounded form.  In its sequence, a span
         begins at a multiple of it.
     words: (sizes) -> the same as text for people.
-    flops: (sizes, positions) -> the least number of multiplications and additions.
+    flops: (sizes, positions) -> the least number of multiplications and additions of a chunked
+        kernel; a recurrent one does a little less.
     """
 
     blocks: Callable[..., Iterable[Block]]

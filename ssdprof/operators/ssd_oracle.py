@@ -145,7 +145,7 @@ def words(sizes: dict[str, int]) -> str:
     return f"{sizes['nheads']} heads x {sizes['headdim']}, state {sizes['dstate']}, {groups}"
 
 
-def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_CHUNK) -> int:
+def flops(sizes: Mapping[str, int], positions: int, chunk: int = SMALLEST_CHUNK) -> int:
     """Multiplications and additions of the chunked form's matrix products for `positions` positions
     of all heads.
 
@@ -161,8 +161,8 @@ def flops(sizes: Mapping[str, int], positions: int, chunk_size: int = SMALLEST_C
     are not counted.
     """
     h, p, n, g = (sizes[name] for name in ("nheads", "headdim", "dstate", "ngroups"))
-    sources = chunk_size + 1
-    return positions * (g * n * sources + h * p * sources + 4 * h * p * n)
+    pair_sources = chunk + 1  # from which two positions read on average
+    return positions * (g * n * pair_sources + h * p * pair_sources + 4 * h * p * n)
 
 
 def chunk_size(inputs: SSDInputs) -> int:

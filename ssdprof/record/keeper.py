@@ -50,7 +50,7 @@ class Keeper:
         self._settings = settings
         self.most_bytes = most_bytes
         if settings.when == "wrong":
-            self._outside_budget = import_module("ssdprof.record.verdict").outside_budget
+            self._why_outside_budget = import_module("ssdprof.record.verdict").why_outside_budget
         # keys of these: `RecordedCall.layer_key`
         # the last calls, on their device
         self._rings: defaultdict[tuple[str, str], deque[RecordedCall]] = defaultdict(deque)
@@ -148,7 +148,7 @@ class Keeper:
         if begin_s < self._next_comparison_s:
             return ""
         try:
-            fault = self._outside_budget(call.activated().inputs, outputs)
+            fault = self._why_outside_budget(call.activated().inputs, outputs)
         finally:
             end_s = time.monotonic()
             self._next_comparison_s = end_s + min((end_s - begin_s) / _SHARE, _LONGEST_PAUSE_S)

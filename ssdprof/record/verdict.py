@@ -22,7 +22,7 @@ for _operator in operators.names():
     kernels.get(_operator, "reference")
 
 
-def outside_budget(inputs: Inputs, served: Output) -> str:
+def why_outside_budget(inputs: Inputs, served: Output) -> str:
     """Why the output of a server is outside the error budget of `ssdprof run`.  Empty if it is not,
     or if the relative RMS errors of out and of the states are at most `CLOSE`.
 

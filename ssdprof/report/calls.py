@@ -81,17 +81,17 @@ def speed(series: Series) -> TableRow:
 
 
 def speeds(
-    title: str, rows: Sequence[tuple[TableRow, Series]], words: Sequence[str], *notes: str
+    title: str, rows: Sequence[tuple[TableRow, Series]], text_headings: Sequence[str], *notes: str
 ) -> Table:
     """A table of speeds.  It has no row if nothing was timed.
 
     rows: each row's first cells, and the series whose speed follows them.  The cells up to the
         precision identify the row.
-    words: the headings of those first cells that are texts.
+    text_headings: the headings of those first cells that are texts.
     notes: further sentences of the table's note.
     """
     if not any(series.timed for _, series in rows):
-        return table(title, (), words)
+        return table(title, (), text_headings)
     compared = []
     for _, series in rows:
         compared += [(series.precision, baseline) for baseline in series.baselines]
@@ -100,7 +100,7 @@ def speeds(
     note = "  ".join((f"Baseline: {baselines(compared)}.", rule, *notes))
     cells = (first | speed(series) for first, series in rows)
     keys = list(first_cells).index(PRECISION) + 1
-    return table(title, cells, words, note=note, keys=keys)
+    return table(title, cells, text_headings, note=note, keys=keys)
 
 
 def total_speed(group: Group) -> Table:
@@ -205,8 +205,8 @@ def errors(title: str, tensor: TensorName, groups_of_rows: Sequence[GroupRows]) 
     first_cells, *_ = groups_of_rows[0]
     keys = (*first_cells, *NAMES, "against")
     note = f"Compared with {baselines(compared)}." if compared else ""
-    words = (*keys, "its position")
-    all_columns = table(title, fold_precisions(rows), words, keys=len(keys), note=note)
+    text_headings = (*keys, "its position")
+    all_columns = table(title, fold_precisions(rows), text_headings, keys=len(keys), note=note)
     return all_columns.without_empty_columns()
 
 
@@ -298,13 +298,14 @@ def laws(report: Report) -> Iterator[Table]:
                 "implementation": name,
                 PRECISION: precision,
                 "holds": holds,
-                "laws": "; ".join(same_result),
+                "laws": "; ".join(law_names),
                 "why": detail,
             }
-            for (name, precision, holds, detail), same_result in laws_of_row.items()
+            for (name, precision, holds, detail), law_names in laws_of_row.items()
         ]
-        words = (*NAMES, "holds", "laws", "why")
-        yield table(title, fold_precisions(rows), words, keys=3, wraps="why")
+        text_headings = (*NAMES, "holds", "laws", "why")
+        keys = len(NAMES) + 1  # and "holds"
+        yield table(title, fold_precisions(rows), text_headings, keys=keys, wraps="why")
 
 
 def _decisive_probes(report: Report) -> dict[tuple[str, str, str], Probe]:
@@ -352,9 +353,9 @@ def launches(report: Report) -> Table:
     ]
     has_resources = any(is_filled(row["registers"]) for row in rows)
     note = "Registers and spills are per thread, shared memory per block." if has_resources else ""
-    words = ("implementation", "variant", "kernel", "configuration", "used for")
+    text_headings = ("implementation", "variant", "kernel", "configuration", "used for")
     title = "Kernels as they were launched"
-    all_columns = table(title, rows, words, keys=3, wraps="configuration", note=note)
+    all_columns = table(title, rows, text_headings, keys=3, wraps="configuration", note=note)
     return all_columns.without_empty_columns()
 
 
@@ -430,8 +431,10 @@ def reasons(report: Report) -> Table:
     if hidden > 0:
         note = f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
     title = "Failures, refusals, remarks"
-    words = ("result", *NAMES, "where", "reason", "first NaN\nor Inf")
-    all_columns = table(title, rows[:_MOST_ROWS], words, keys=3, wraps="reason", note=note)
+    text_headings = ("result", *NAMES, "where", "reason", "first NaN\nor Inf")
+    all_columns = table(
+        title, rows[:_MOST_ROWS], text_headings, keys=1 + len(NAMES), wraps="reason", note=note
+    )
     return all_columns.without_empty_columns()
 
 
@@ -480,8 +483,8 @@ def repeats(report: Report) -> Table:
         if (case.result != "passed" or case.why) and report.again(case)
     ]
     note = "'ssdprof case ID --save DIR' writes the tensors of a failure, and a script for them."
-    words = ("id", "case", "command")
-    return table("Run one case again", rows[:_MOST_ROWS], words, wraps="command", note=note)
+    text_headings = ("id", "case", "command")
+    return table("Run one case again", rows[:_MOST_ROWS], text_headings, wraps="command", note=note)
 
 
 # --- of a bench: tables for each shape, dtype, draw and layout

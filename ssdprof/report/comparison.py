@@ -278,8 +278,8 @@ def _totals(totals: Sequence[Total]) -> Table:
         }
         for total in totals
     ]
-    words = ("implementation", PRECISION, "where", "verdict", "by", "mean of")
-    return table("Change of all cases together", rows, words, keys=3)
+    text_headings = ("implementation", PRECISION, "where", "verdict", "by", "mean of")
+    return table("Change of all cases together", rows, text_headings, keys=3)
 
 
 def _speed(comparison: Comparison, pair: CasePair, base: Case, new: Case) -> TableRow:

@@ -134,9 +134,9 @@ def _of_prompts(report: Report) -> Pictures:
 def _page(document: Document, parts: Sequence[Section]) -> str:
     """The page, with the head of a document.
 
-    parts: the sections in the order of the page.  Each has an anchor made of its title; of sections
-        with the same title, as the stall report may have one of the run's report, the second one
-        has a number.
+    parts: the sections in the order of the page.  Each has an anchor made of its title.  A
+        repeated title, as of a section that both the run's and the stall report have, gets a
+        number: `#speed-2`.
     """
     anchor_counts: Counter[str] = Counter()
     anchored: dict[str, Section] = {}

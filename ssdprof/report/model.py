@@ -153,8 +153,10 @@ def answers_by_position(cases: Sequence[Case]) -> Table:
             positions = {"positions": f"{band.start:,} to {band.stop - 1:,}"}
             rows.append(_names(case, task) | positions | _differences(case, band))
     title = f"Answers by position at {fmt.tokens(cases[0].seqlen)}"
-    words = (*NAMES, "positions")
-    return table(title, rows, words, note=_reference(cases), keys=3).without_empty_columns()
+    text_headings = (*NAMES, "positions")
+    return table(
+        title, rows, text_headings, note=_reference(cases), keys=len(NAMES) + 1
+    ).without_empty_columns()
 
 
 def answers_by_layer(cases: Sequence[Case]) -> Table:
@@ -170,8 +172,10 @@ def answers_by_layer(cases: Sequence[Case]) -> Table:
     ]
     title = f"One layer at a time, {fmt.tokens(cases[0].seqlen)}"
     note = "In every other layer the reference computes."
-    words = ("layer", *NAMES)
-    return table(title, rows, words, keys=3, note=note).without_empty_columns()
+    text_headings = ("layer", *NAMES)
+    return table(
+        title, rows, text_headings, keys=len(text_headings), note=note
+    ).without_empty_columns()
 
 
 def _negative_divergence(answer: _Answer) -> float:

@@ -441,8 +441,8 @@ def _hottest_lines(group: KernelGroup) -> Table:
         }
         for pct, line in group.lines[:_MOST_LINES]
     ]
-    words = ("line", "stage", "reasons", "source")
-    return table(f"{group.name}: the hottest lines", rows, words, keys=2, wraps="source")
+    text_headings = ("line", "stage", "reasons", "source")
+    return table(f"{group.name}: the hottest lines", rows, text_headings, keys=2, wraps="source")
 
 
 def _reasons(line: Line) -> str:
@@ -491,8 +491,8 @@ def _self_checks(report: StallReport) -> Table:
     rows = _checks("report", report.checks)
     for kernel in report.kernels:
         rows += _checks(kernel.kernel, kernel.checks, _sampled(kernel))
-    words = ("what", "requirement", "result", "detail")
-    return table("Self-checks", rows, words, wraps="requirement")
+    text_headings = ("what", "requirement", "result", "detail")
+    return table("Self-checks", rows, text_headings, wraps="requirement")
 
 
 def _checks(what: str, checks: SelfChecks, passed: str = "") -> list[TableRow]:

@@ -528,30 +528,31 @@ def _divergence(series: Series) -> tuple[float | None, float | None]:
 
 
 def caveats(report: Report) -> Iterator[str]:
-    """The caveats: first those that weaken the verdict, then those on speed, baselines, libraries,
-    laws, and on what was left out; last the report's notes.
+    """The caveats: first those that weaken the verdict; then those on speed, baselines, libraries,
+    laws and equal precisions, and on what was left out; last the report's remarks, but for those
+    that are among the first.
     """
     yield from weaknesses(report)
-    timed = any(case.time_us for case in report.of_calls)
-    untimed = [
+    is_timed = any(case.time_us for case in report.of_calls)
+    untimed_names = [
         case.name
         for case in report.of_calls
         # what a server computed is never timed
         if case.result == "passed" and not case.time_us and case.kind != "served"
     ]
-    if report.of_calls and not timed:
+    if report.of_calls and not is_timed:
         where = " in this run" if report.environment.gpu else ", because this machine has no GPU"
         yield f"No speed: nothing was timed{where}."
-    elif untimed:
-        cases = f"{fmt.plural(len(untimed), 'case')} passed and could not be timed"
-        yield f"No time: {cases}: {shortened(untimed, _MOST_NAMED)}."
+    elif untimed_names:
+        count_words = f"{fmt.plural(len(untimed_names), 'case')} passed and could not be timed"
+        yield f"No time: {count_words}: {shortened(untimed_names, _MOST_NAMED)}."
     if report.clocks and (reasons := report.clocks.throttle_reasons):
         valid = "Speedups are valid, because the implementations were timed in turns."
         yield (
             f"The GPU throttled while it was timed ({', '.join(reasons)}): absolute times are too "
             f"long.  {valid}"
         )
-    if report.model and report.model.source == "demo" and timed:
+    if report.model and report.model.source == "demo" and is_timed:
         yield (
             "The built-in demo model is too small to fill a GPU: its times do not represent a real "
             "model's."
@@ -564,7 +565,7 @@ def caveats(report: Report) -> Iterator[str]:
     yield from _of_baselines(report)
     yield from _of_libraries(report)
     yield from _untested_laws(report)
-    yield from _equal_precisions(report, timed)
+    yield from _equal_precisions(report, is_timed)
     for left_out in report.left_out:
         subject = left_out.case_key
         if left_out.implementations:
@@ -737,7 +738,7 @@ def _of_libraries(report: Report) -> Iterator[str]:
     by_reason = grouped(not_passed, lambda case: (case.implementation, case.why))
     for (_, reason), cases in by_reason.items():
         yield f"Without a time: {case_words(cases)}: {reason.rstrip('.')}."
-    outside = [case for case in libraries if case.result == "passed" and case.outside_budget]
+    outside = [case for case in libraries if case.result == "passed" and case.accuracy_faults]
     if outside:
         yield (
             "Outside the error budget, but passed because it is another library's: "
@@ -745,14 +746,14 @@ def _of_libraries(report: Report) -> Iterator[str]:
         )
 
 
-def _equal_precisions(report: Report, timed: bool) -> Iterator[str]:
+def _equal_precisions(report: Report, is_timed: bool) -> Iterator[str]:
     """A caveat on each precision with which an implementation computes the same bits as with other
     precisions, according to the plans of its cases.
 
     It names the calls for which this holds, unless it holds for all calls at the precision: short
     calls may run another kernel than long ones.
 
-    timed: whether any case has a time.
+    is_timed: whether any case has a time.
     """
     planned = (case for case in report.of_calls if case.plan)
     by_precision = grouped(planned, lambda case: (case.implementation, case.precision))
@@ -764,7 +765,7 @@ def _equal_precisions(report: Report, timed: bool) -> Iterator[str]:
             if computed:
                 where = "" if len(by_computed) == 1 else _calls_words(report, equal)
                 same_bits.setdefault((name, computed, where), []).append(precision)
-    equal_times = ", and its times differ by noise only" if timed else ""
+    equal_times = ", and its times differ by noise only" if is_timed else ""
     for (name, computed, where), precisions in same_bits.items():
         asked = "; ".join(sorted(precisions, key=PRECISIONS.index))
         line = (
@@ -818,7 +819,7 @@ def case_words(cases: Iterable[Case]) -> str:
 
 def trouble_words(series: Series) -> str:
     """Why a series is not within its error budget: "not finite in layer 9"."""
-    outside = [case for case in series.cases if case.result != "passed" or case.outside_budget]
+    outside = [case for case in series.cases if case.result != "passed" or case.accuracy_faults]
     by_fault = grouped(outside, _fault_words)
     return fmt.words(f"{fault} in {layer_words(cases)}" for fault, cases in by_fault.items())
 

@@ -142,8 +142,8 @@ def _of_memories(cases: Sequence[Case]) -> Table:
             within = f"within {MEMORIES[memory]:,}" if memory < len(MEMORIES) else "hardly"
             names = {"states": name, "heads\nforget": within}
             rows.append(names | _row([layer._replace(heads=heads)]))
-    words = ("states", "heads\nforget", "trend")
-    return table("Heads by the tokens within which they forget", rows, words, keys=2)
+    text_headings = ("states", "heads\nforget", "trend")
+    return table("Heads by the tokens within which they forget", rows, text_headings, keys=2)
 
 
 def _row(layers: Sequence[HeadStates]) -> TableRow:

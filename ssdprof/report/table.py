@@ -82,7 +82,7 @@ def is_filled(cell: str) -> bool:
 def table(
     title: str,
     rows: Iterable[TableRow],
-    words: Container[str],
+    text_headings: Container[str],
     *,
     keys: int = 1,
     wraps: str = "",
@@ -93,7 +93,7 @@ def table(
     The row with the most cells decides which columns there are and in which order; no other row may
     have a further heading.  A row that lacks one of them has a dash there.
 
-    words: headings of the columns of text, which are aligned to the left.  All other columns are
+    text_headings: of the columns of text, which are aligned to the left.  All other columns are
         numbers, which are aligned to the right.
     keys, note: as in `Table`.
     wraps: the heading of the column whose text may run over several lines; empty if none may.
@@ -101,7 +101,7 @@ def table(
     all_rows = list(rows)
     fullest: TableRow = max(all_rows, key=len, default={})
     headings = list(fullest)
-    texts = [column for column, heading in enumerate(headings) if heading in words]
+    texts = [column for column, heading in enumerate(headings) if heading in text_headings]
     cells = [tuple(row.get(heading, fmt.MISSING) for heading in headings) for row in all_rows]
     wrapped = headings.index(wraps) if wraps in headings else None
     return strings(title, headings, cells, texts, keys=keys, wraps=wrapped, note=note)

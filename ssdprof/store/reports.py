@@ -572,7 +572,8 @@ def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
     report = _document(path) if path.is_file() else _folder(path)
     if kinds and report.kind not in kinds:
         raise BadInputError(
-            f"{path} is a report of ssdprof {report.kind}.", f"Name one of ssdprof {kinds[0]}."
+            f"{path} is a report of ssdprof {report.kind}.",
+            f"Name one of ssdprof {', '.join(kinds)}.",
         )
     return path, report
 

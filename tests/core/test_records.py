@@ -306,7 +306,7 @@ def test_another_library_may_be_outside_the_budget_if_it_is_close(kind, rms, res
     found = case(
         kind=kind, accuracy=(over().changed(vs_oracle=deviation().changed(rms_ratio=rms)),)
     )
-    assert (found.result, bool(found.outside_budget)) == (result, True)
+    assert (found.result, bool(found.accuracy_faults)) == (result, True)
 
 
 def test_a_fault_while_it_was_timed_makes_it_inaccurate():

@@ -135,21 +135,21 @@ def test_a_budget_that_is_spent_leaves_lengths_out_by_name():
 
 @pytest.mark.usefixtures("no_gpu_needed")
 def test_an_interrupt_within_a_length_leaves_what_was_found(monkeypatch):
-    whole: Callable[..., None] = job._Length._whole_prefill
+    whole: Callable[..., None] = job._PromptRun._whole_prefill
 
-    def interrupted(self: job._Length, name: str):
+    def interrupted(self: job._PromptRun, name: str):
         if name == "fused":
             raise KeyboardInterrupt
         whole(self, name)
 
-    monkeypatch.setattr(job._Length, "_whole_prefill", interrupted)
+    monkeypatch.setattr(job._PromptRun, "_whole_prefill", interrupted)
     with pytest.raises(KeyboardInterrupt, match="marked as partial: 1 case"):
         timed(8, 12, out=Path("kept"))
     report = load("kept")[1]
     assert (report.complete, results(report)) == (False, [(8, "unfused", "passed")])
     (case,) = report.cases
     assert (task_of(case, Prefill).alone_us, case.samples) == (2.0, ())
-    monkeypatch.setattr(job._Length, "_whole_prefill", whole)
+    monkeypatch.setattr(job._PromptRun, "_whole_prefill", whole)
     again = timed(8, 12, out=Path("kept"))
     assert results(again) == [(size, name, "passed") for size in (8, 12) for name in COMPARED]
     assert again.complete

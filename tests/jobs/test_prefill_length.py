@@ -23,7 +23,7 @@ from ssdprof.core.report import Report
 from ssdprof.errors import BadInputError
 from ssdprof.jobs.compare import Comparer
 from ssdprof.jobs.options import PrefillOptions
-from ssdprof.jobs.prefill import _Length, sampling_plan
+from ssdprof.jobs.prefill import _PromptRun, sampling_plan
 from ssdprof.kernels import UnsupportedError
 from ssdprof.kernels.registry import Implementation
 from ssdprof.measure.isolate import IsolatedFirstCall
@@ -70,19 +70,19 @@ class Ticking:
         return cpu_trace(run)
 
 
-def length(
+def prompt_run(
     *contenders: Implementation,
     conv_and_norm: KernelOrigin = "model",
     profile: Callable[[Callable[[], object]], Trace] = unseen,
     segment: int = LENGTH,
     seconds: float = 0.01,
-) -> tuple[_Length, FakeTimer]:
+) -> tuple[_PromptRun, FakeTimer]:
     RAN.clear()
     by_name = {each.name: each for each in contenders}
     timer = FakeTimer()
     model = tiny_models.shared("mamba2")
     mixers = find_mixers(model)
-    one = _Length(
+    one = _PromptRun(
         request=PrefillOptions(model="tiny", seconds=seconds),
         resolve=lambda _, name: by_name[name],
         model=model,
@@ -121,7 +121,7 @@ def length(
     return one, timer
 
 
-def timed(one: _Length, clock: StepClock | None = None) -> Report:
+def timed(one: _PromptRun, clock: StepClock | None = None) -> Report:
     header = draft(
         kind="prefill", target="tiny", environment=environment(gpu=False), baseline="unfused"
     )
@@ -146,7 +146,7 @@ def of(case: Case) -> Prefill:
 def test_times_ratios_and_amdahls_law_agree_where_the_operator_is_all_that_differs(
     kind: KernelOrigin,
 ):
-    one, _ = length(*map(contender, US), conv_and_norm=kind)
+    one, _ = prompt_run(*map(contender, US), conv_and_norm=kind)
     report = timed(one)
     found = cases(report)
     assert list(found) == list(US)
@@ -182,7 +182,7 @@ def test_in_segments_the_operator_counts_once_for_each_and_the_profile_is_of_a_w
         run()
         return []
 
-    one, _ = length(contender("unfused"), contender("fused"), profile=profile, segment=4)
+    one, _ = prompt_run(contender("unfused"), contender("fused"), profile=profile, segment=4)
     report = timed(one)
     case = cases(report)["fused"]
     assert (of(case).segment_length, of(case).operator_calls) == (4, 3 * LAYERS)
@@ -191,7 +191,7 @@ def test_in_segments_the_operator_counts_once_for_each_and_the_profile_is_of_a_w
 
 
 def test_all_take_turns_and_nothing_moves_without_a_warm_up():
-    one, timer = length(*map(contender, US))
+    one, timer = prompt_run(*map(contender, US))
     timed(one)
     first = min(timer.events.index(f"call {name}") for name in US)
     calls = [event for event in timer.events if event.startswith("call ")]
@@ -202,7 +202,7 @@ def test_all_take_turns_and_nothing_moves_without_a_warm_up():
 
 def test_with_time_enough_every_recording_lies_elsewhere():
     clock = StepClock(now=Ticking().now)
-    one, timer = length(contender("unfused"), profile=cpu_trace, seconds=5.0)
+    one, timer = prompt_run(contender("unfused"), profile=cpu_trace, seconds=5.0)
     (case,) = timed(one, clock).cases
     assert case.call_us is not None
     assert len(case.samples[0].us) == timer.events.count("reallocate") >= 5
@@ -219,7 +219,7 @@ def test_while_a_users_kernel_runs_the_parent_knows_its_case(monkeypatch):
         known.add(Case.model_validate_json(case).implementation if word == "case" and case else "")
         return kernels.get("ssd", "reference").run(inputs, precision)
 
-    report = timed(length(contender("unfused"), contender("k:f", run, "own"))[0])
+    report = timed(prompt_run(contender("unfused"), contender("k:f", run, "own"))[0])
     assert (known, told[-1], cases(report)["k:f"].result) == ({"k:f"}, "case", "passed")
 
 
@@ -247,7 +247,7 @@ def test_what_goes_wrong_is_a_status_and_has_no_time():
         "broken": raising(RuntimeError("misaligned address")),
         "nan": nan,
     }
-    one, timer = length(contender("unfused"), *map(contender, wrong, wrong.values()))
+    one, timer = prompt_run(contender("unfused"), *map(contender, wrong, wrong.values()))
     found = cases(timed(one))
     assert {name: found[name].result for name in wrong} == {
         "refusing": "refused",
@@ -264,19 +264,19 @@ def test_what_goes_wrong_is_a_status_and_has_no_time():
 
 
 def test_another_answer_shows_and_without_its_baseline_a_case_has_no_speedup():
-    report = timed(length(contender("unfused"), contender("fused", zeros))[0])
+    report = timed(prompt_run(contender("unfused"), contender("fused", zeros))[0])
     assert (of(cases(report)["fused"]).logits_rms or 0) > 0.1
     broken = contender("unfused", raising(RuntimeError("no")))
-    report = timed(length(broken, contender("fused"))[0])
+    report = timed(prompt_run(broken, contender("fused"))[0])
     case = cases(report)["fused"]
     assert case.call_us is not None
     assert report.speedup(case) is None
-    (case,) = timed(length(broken)[0]).cases  # no error if nothing passed
+    (case,) = timed(prompt_run(broken)[0]).cases  # no error if nothing passed
     assert case.result == "failed"
 
 
 def test_a_model_that_bypasses_its_operator_is_refused():
-    one, _ = length(contender("unfused"), segment=1)
+    one, _ = prompt_run(contender("unfused"), segment=1)
     with pytest.raises(BadInputError, match=r"bypasses its operator|single token"):
         timed(one)
 
@@ -285,7 +285,7 @@ def test_every_step_is_told_with_its_seconds():
     steps = []
     ticking = Ticking()
     clock = StepClock(on_step=lambda *step: steps.append(step), now=ticking.now)
-    one, _ = length(contender("unfused"), contender("fused"), profile=ticking.profile)
+    one, _ = prompt_run(contender("unfused"), contender("fused"), profile=ticking.profile)
     timed(one, clock)
     assert steps == [
         (f"{one.what}, one layer's operator alone", 0),
@@ -297,7 +297,7 @@ def test_every_step_is_told_with_its_seconds():
 
 def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept():
     ticking = Ticking()
-    one, _ = length(*map(contender, US), profile=ticking.profile)
+    one, _ = prompt_run(*map(contender, US), profile=ticking.profile)
     found = cases(timed(one, StepClock(1.5, now=ticking.now)))
     assert list(found) == ["unfused", "fused"]
     assert one.seen == ["unfused", "fused"]
@@ -308,11 +308,11 @@ def test_what_a_budget_does_not_reach_is_named_and_the_rest_is_kept():
         """The duration of a round, which exceeds the remaining time."""
         return [event | {"dur": 1e6} for event in cpu_trace(run)]
 
-    (case,) = timed(length(contender("unfused"), profile=slow)[0], StepClock(10)).cases
+    (case,) = timed(prompt_run(contender("unfused"), profile=slow)[0], StepClock(10)).cases
     assert (case.result, case.call_us) == ("passed", None)
     assert "s of the budget were left" in case.why
 
-    one, timer = length(contender("unfused"), profile=ticking.profile)
+    one, timer = prompt_run(contender("unfused"), profile=ticking.profile)
     timed(one, StepClock(0.5, now=ticking.now))
     assert timer.events.count("call unfused") == 2, "of the operator alone"
 
@@ -324,7 +324,7 @@ def test_where_the_host_is_slower_than_the_gpu_turns_are_as_few_as_the_host_allo
     ticking = Ticking()
 
     def moved(seconds: float) -> bool:
-        one, timer = length(contender("unfused"), profile=cpu_trace, seconds=seconds)
+        one, timer = prompt_run(contender("unfused"), profile=cpu_trace, seconds=seconds)
         plain = timer.call_us
 
         def slow(run: Callable[[], Any]) -> float:

@@ -193,8 +193,8 @@ def test_the_latest_is_the_one_that_was_started_last_of_its_kind():
         assert load(None)[0] == RUNS / "a"
     assert load(None)[0] == RUNS / "in work"
     with pytest.raises(BadInputError, match=r"a is a report of ssdprof run\.") as caught:
-        load("a", "bench")
-    assert caught.value.hint == "Name one of ssdprof bench."
+        load("a", "bench", "answers")
+    assert caught.value.hint == "Name one of ssdprof bench, answers."
     (RUNS / "a" / "cases.0.jsonl").unlink()
     assert (load("a")[1].cases, load("a")[1].complete) == ((), False)
     Path("empty").mkdir()

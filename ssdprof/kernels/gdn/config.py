@@ -325,14 +325,16 @@ def _fp32_options(inputs: GDNInputs) -> dict[str, dict[str, int]]:
 def _16_bit_options(inputs: GDNInputs) -> dict[str, dict[str, int]]:
     """Options of the last three stages with 16-bit operands.
 
+    recompute_w_u and chunk_output take K in blocks of up to 64.
+
     recompute_w_u: three stages, so that the next two blocks are loaded during a product.
     chunk_state: a program has BLOCK_V rows of the transposed state, and processes its chunks one
         after the other.  Few states are therefore cut into narrow slices, and loads run three
         chunks ahead.  Many states are cut into slices of 64, which read w and k half as often and
         are the rows of one matrix instruction of four warps on a Hopper GPU.  If K is above 128,
         slices are always narrow, and eight warps hold their state.
-    chunk_output: up to 128 of V, so that q k^T is computed once if V is at most 128.  Four warps,
-        so that two programs share a multiprocessor.
+    chunk_output: up to 128 of V, so that q k^T is computed once if V is at most 128.  With the four
+        warps that `options` gives, two programs share a multiprocessor.
     """
     key_dim, value_dim = inputs.q.shape[3], inputs.v.shape[3]
     narrow = block(value_dim, 32)

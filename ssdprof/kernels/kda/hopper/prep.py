@@ -334,8 +334,8 @@ def store_between(q, k, decays, rows, columns, PAIRS: gl.constexpr):
 @gluon.jit
 def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
     """Add the part of HALF channels to the scores.  Returns the scores, P and S of the whole chunk
-    (i, HALF), and its T (1, HALF).  The product of the last of the four scores is asynchronous: the
-    caller waits for it.
+    (i, HALF), and its T (1, HALF), the decays over the chunk.  The product of the last of the four
+    scores is asynchronous: the caller waits for it.
 
     q, k (i, HALF): before the norm.  a (i, HALF): decays.
     scores: four tensors: inside blocks of 8, (block, q and k, j), the first block of each 16
@@ -371,7 +371,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
         sixteens,
         blocks_layout,
     )
-    between, since_start, to_end, whole = between_blocks(quarters)
+    between, since_start, to_end, over_chunk = between_blocks(quarters)
     # h = 16
     store_between(q, k, gl.where((o_i >> 4 & 1) == 1, P, S), rows, columns, 2)
     role_barrier()
@@ -394,7 +394,7 @@ def products(q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters):
         scores,
         P * spread(since_start, 4, thread_layout),
         S * spread(to_end, 4, thread_layout),
-        whole,
+        over_chunk,
     )
 
 
@@ -580,7 +580,8 @@ def decayed_scores(tiles, q_factors, k_factors, descs, ends_ptr, row, scale):
     """The scores of a chunk in the form of `products`, all of them complete, and shared memory with
     its keys decayed to the chunk's end, (half of K, j, K / 2) in fp16.
 
-    Stores keys and queries in place of k and q in `tiles`, and starts to store them through their
+    Stores the keys and queries of `../fused.py`, which are k and q decayed since the chunk's start,
+    the queries with the scale, in place of k and q in `tiles`.  Starts to store them through their
     descriptors `descs` from `row` on in global memory.  Stores the decays over the whole chunk (K)
     at ends_ptr.
 
@@ -606,7 +607,7 @@ def decayed_scores(tiles, q_factors, k_factors, descs, ends_ptr, row, scale):
     for half in range(2):
         q, k = q_tiles.index(half).load(thread_layout), k_tiles.index(half).load(thread_layout)
         a = decays_of(g_tiles.index(half).load(thread_layout))
-        scores, since_start, to_end, end = products(
+        scores, since_start, to_end, over_chunk = products(
             q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
         )
         # stage gate_cumsum: keys, queries, and keys decayed to the chunk's end (i, HALF)
@@ -618,7 +619,7 @@ def decayed_scores(tiles, q_factors, k_factors, descs, ends_ptr, row, scale):
         k_tiles.index(half).store((k_row * since_start).to(dtype))
         at_end.index(half).store((k_row * to_end).to(gl.float16))
         o_e = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, by_block))
-        gl.store(ends_ptr + o_e[None, :], end)
+        gl.store(ends_ptr + o_e[None, :], over_chunk)
         eights, sixteens, pairs, halves = scores
         halves = warpgroup_mma_wait(0, deps=[halves])
         scores = (eights, sixteens, pairs, halves)

@@ -31,7 +31,9 @@ LANES = gl.constexpr(2)
 # most of N in one lane: a state of 64 x 128 fills a third of the lane's registers
 MAX_WIDTH = gl.constexpr(128)
 # layout (lane): one number, which all threads of a lane have
-of_lanes = gl.constexpr(gl.DistributedLinearLayout([], [[0]] * 5, [[0], [0], [1]], [], [2]))
+lane_scalar_layout = gl.constexpr(
+    gl.DistributedLinearLayout([], [[0]] * 5, [[0], [0], [1]], [], [2])
+)
 # Layout of `exchange` in shared memory, in the order in which a product's result lies in registers:
 # four numbers of a thread, then of the threads of a warp, then of warps.  Bases (p, half of q)
 FRAGMENTS = (

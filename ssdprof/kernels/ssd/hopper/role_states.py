@@ -39,9 +39,9 @@ from ssdprof.kernels.ssd.hopper.lanes import (
     grouped,
     half_of,
     lane_number,
+    lane_scalar_layout,
     lanes_layout,
     load_transposed,
-    of_lanes,
     own_positions,
     rounded_off,
     store_tiles,
@@ -192,7 +192,7 @@ def publish(parts_ptr, flag_ptr, added, decay):
     role_barrier()  # all threads have stored their numbers before the flags are set
     flag = gl.cast(decay, gl.int32, bitcast=True) | SIGN
     # tensors with one element per lane: if these were scalars, lane 0 would store for both
-    zeros = gl.full([LANES], 0, gl.int32, of_lanes)
+    zeros = gl.full([LANES], 0, gl.int32, lane_scalar_layout)
     gl.atomic_xchg(flag_ptr + zeros, flag + zeros, sem="release")
 
 
