@@ -29,7 +29,7 @@ from ssdprof.core.outcome import Outcome
 from ssdprof.core.report import Report
 from ssdprof.core.target import Dims, LayerRef
 from ssdprof.environment.machine import collect
-from ssdprof.errors import BadInputError, MissingCapabilityError, nearest
+from ssdprof.errors import BadInputError, MissingCapabilityError, masked, nearest
 from ssdprof.jobs import answers as answers_job
 from ssdprof.jobs import bench as bench_job
 from ssdprof.jobs import limits, options, reading, target
@@ -208,7 +208,7 @@ def _called(
         flag, _ = flags[name]
         line += _words(flag, value)
     parsed = options.parsed(kind, line)
-    arguments = read(replace(parsed, command=("ssdprof", command, *line)))
+    arguments = read(replace(parsed, command=("ssdprof", command, *map(masked, line))))
     if not isinstance(arguments, tuple):
         arguments = (arguments,)
     folder, report = job(*arguments, watcher or Watcher())

@@ -117,7 +117,8 @@ def masked(text: str) -> str:
     """
     for secret, replacement in _secrets().items():
         text = text.replace(secret, replacement)
-    text = re.sub(r"hf_\w+", "hf_...", text)
+    # shorter words may be part of a path, such as hf_models
+    text = re.sub(r"hf_[A-Za-z0-9]{20,}", "hf_...", text)
     # https://user:password@host, https://user:pass/word@host
     text = re.sub(r"(?<=://)([^/\s]*|[^\s'\"]*:[^\s'\"]*)@", "...@", text)
     # user:password@host, without a scheme

@@ -152,7 +152,7 @@ def test_the_shell_completes_commands():
 
 def test_tokens_do_not_reach_the_report(monkeypatch):
     monkeypatch.setattr(
-        sys, "argv", ["/bin/ssdprof", "run", "org/name", "--revision", "hf_AbCdEf123456"]
+        sys, "argv", ["/bin/ssdprof", "run", "org/name", "--revision", "hf_AbCdEf1234567890AbCdEf"]
     )
     assert terminal.command_line() == ("ssdprof", "run", "org/name", "--revision", "hf_...")
 
