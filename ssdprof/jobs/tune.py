@@ -147,7 +147,7 @@ def _problem(
         inputs=tuple(inputs for _, inputs in together),
         cases=tuple(cases),
         precision=precision,
-        committed=tuning.committed(longest, kernel),
+        committed=tuning.committed(longest, precision, kernel),
     )
 
 
