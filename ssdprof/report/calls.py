@@ -387,12 +387,12 @@ def _used_for(cases: Sequence[Case], of_implementation: Sequence[Case]) -> str:
     all_sizes = set(map(_key_or_size, of_implementation))
     uses = []
     for sizes, precisions in precisions_of_sizes.items():
-        left = []  # what is not left out: precisions, sizes
+        stated = []  # the precisions, then the sizes, unless they are left out
         if set(precisions) < all_precisions:
-            left.append("; ".join(precisions))
+            stated.append("; ".join(precisions))
         if set(sizes) < all_sizes:
-            left.append("; ".join(sizes))
-        uses.append(" at ".join(left) or "all")
+            stated.append("; ".join(sizes))
+        uses.append(" at ".join(stated) or "all")
     text = " and ".join(uses)
     if set(map(layer_of, cases)) < set(map(layer_of, of_implementation)):
         text += f" in {layer_words(cases)}"
