@@ -35,8 +35,8 @@ from ssdprof.operators.operator import Output, in_pieces, pieces
 # Files of ssdprof, torch, Triton and Python's library, whose frames at the start of a traceback are
 # left out.  Other installed packages lie below Python's library, but may have the kernel at fault.
 _KNOWN = re.compile(
-    rf"^{re.escape(str(Path(operators.__file__).parents[1]))}/|/(site|dist)-packages/(torch|triton)/|"
-    r"/lib(64)?/python[\d.]+t?/(?!(site|dist)-packages/)|^<"
+    rf"^{re.escape(str(Path(operators.__file__).parents[1]))}/|"
+    r"/(site|dist)-packages/(torch|triton)/|/lib(64)?/python[\d.]+t?/(?!(site|dist)-packages/)|^<"
 )
 _FRAMES = 5  # the most frames that a reason shows
 T = TypeVar("T")

@@ -203,7 +203,7 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
 ):
     (problem,) = made()
     assert isinstance(problem.committed, SSDPortableConfig)
-    assert problem.committed.chunk == 32, "of the longest"
+    assert problem.committed.chunk == 32  # of the longest
     assert [inputs.values.shape[:2] for inputs in problem.inputs] == [(2, 9), (1, 100)]
     assert "nchunks" not in problem.calls
     assert problem.calls["nheads"] == 2
