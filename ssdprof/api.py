@@ -178,7 +178,7 @@ def bench(operator: str, *, watcher: Watcher | None = None, **settings: object) 
 
     settings: the options of `ssdprof bench`.  watcher: as in `run`.
     """
-    job = bench_job.find_and_bench
+    job = bench_job.run_bench
     return _called(options.BenchOptions, target.bench, job, operator, watcher, settings)
 
 

@@ -176,11 +176,9 @@ def _parse(values: dict[str, Any], source: str) -> ProjectSettings:
         first = error.errors()[0]
         if first["type"] == "extra_forbidden":
             path = [str(part) for part in first["loc"]]
-            tables: dict[str, type[Record]] = {
-                "prefill": PrefillSettings,
-                "compare": CompareSettings,
-            }
-            table = tables.get(path[0], ProjectSettings)
+            table: Any = ProjectSettings
+            for name in path[:-1]:
+                table = table.model_fields[name].annotation  # the record of a nested table
             known = [field.alias or name for name, field in table.model_fields.items()]
             raise BadInputError(
                 f"{source} has the unknown key {'.'.join(path)}.", nearest(path[-1], known)

@@ -558,7 +558,9 @@ def _description(_path: Path, *, text: str) -> dict[str, Any]:
     description = parse_json(text)
     if description["operator"] not in operators.names():
         raise ValueError(f"there is no operator {description['operator']!r}")
-    index(description.get("number", 0))  # raises TypeError for a number that is no integer
+    # `operator.index` raises TypeError for a number that is no integer
+    index(description.get("number", 0))
+    # a file of a program of the user need not say what computed its output
     return {"source": "a server", **description}
 
 
@@ -566,6 +568,8 @@ def _shape(file: Path, first: str) -> tuple[int, int]:
     """The numbers of tokens and sequences of a call, from the header of its file.
 
     first: name of an input (1, tokens, ...).
+
+    Raises errors of any class.
     """
     with safe_open(file, framework="pt", device="cpu") as opened:
         sequences = 1

@@ -131,7 +131,10 @@ class Weights:
     @property
     def _all_files(self) -> set[str]:
         """The names of all files of weights that the checkpoint uses."""
-        return {self.single} if self.single else set((self.shards or {}).values())
+        if self.single is not None:
+            return {self.single}
+        assert self.shards is not None, "there is an index or a single file"
+        return set(self.shards.values())
 
     def outside_index(self) -> tuple[str, ...]:
         """The names of safetensors files that the checkpoint does not use."""

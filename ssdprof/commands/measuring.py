@@ -218,7 +218,7 @@ def bench(
     """
     watcher = output.watcher_of(ranks)
     with terminal.only_data_on_stdout():
-        folder, report = bench_job.find_and_bench(options, names, too_large, ranks, watcher)
+        folder, report = bench_job.run_bench(options, names, too_large, ranks, watcher)
     if output.reports(ranks):
         output.finish(folder, report, as_json=options.json)
 

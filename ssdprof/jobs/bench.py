@@ -63,8 +63,8 @@ NEEDS_GPU = (
 )
 
 
-def find_and_bench(
-    asked: BenchOptions,
+def run_bench(
+    options: BenchOptions,
     names: Sequence[str],
     too_large: Iterable[Tokens],
     ranks: Ranks | None,
@@ -72,14 +72,18 @@ def find_and_bench(
 ) -> tuple[Path, Report]:
     """Run the requested kind of bench: times of the implementations, or errors of decoded states.
 
-    names: of all implementations to compare.  too_large: cells that --max-tokens leaves out.
-    ranks: see `bench`.  Returns the report's folder and the report.
+    names: of all implementations to compare; of no effect if states are decoded.
+    too_large: layouts of tokens that --max-tokens leaves out, which the user is told.
+    ranks: see `bench`.
+
+    Returns the report's folder and the report.
+    Raises BadInputError and MissingCapabilityError, as `resolved`, `bench` and `decode_cells` do.
     """
     for tokens in too_large:
-        watcher.say(f"{tokens} is left out: it has more than {asked.max_tokens} tokens.")
-    if asked.decode_states:
-        return decode_cells(asked, operators.get(asked.operator), watcher, ranks)
-    request = resolved(asked, names)
+        watcher.say(f"{tokens} is left out: it has more than {options.max_tokens} tokens.")
+    if options.decode_states:
+        return decode_cells(options, operators.get(options.operator), watcher, ranks)
+    request = resolved(options, names)
     if not request.no_tuned:
         use_saved(watcher.say)
     return bench(request, operators.get(request.operator), watcher, ranks)
@@ -138,7 +142,7 @@ def bench(
 
 
 def decode_cells(
-    request: BenchOptions, operator: Operator, watcher: Watcher, ranks: Ranks | None
+    options: BenchOptions, operator: Operator, watcher: Watcher, ranks: Ranks | None
 ) -> tuple[Path, Report]:
     """Decode the inputs of every cell with states in each format, on the GPU or the CPU.  Returns
     the report's folder and the report.
@@ -146,35 +150,35 @@ def decode_cells(
     ranks: see `bench`.  Raises MissingCapabilityError if this machine cannot run the longest cell.
     """
     device = limits.device()
-    longest = max(cell.tokens.sequences * cell.tokens.seqlen for cell in request.measured)
+    longest = max(cell.tokens.sequences * cell.tokens.seqlen for cell in options.measured)
     limits.check_replay((longest,))
     requested: list[Requested] = []
-    for cell in request.measured:
-        requested += states.requested(_where(cell), str(cell.tokens), request)
+    for cell in options.measured:
+        requested += states.requested(_where(cell), str(cell.tokens), options)
     with opened(
-        request.out,
+        options.out,
         watcher,
         ranks,
         kind="bench",
         target=operator.name,
-        command=request.command,
+        command=options.command,
         environment=collect(),
         requested=tuple(requested),
-        conditions=request.conditions,
+        conditions=options.conditions,
         baseline="",
     ) as writer:
-        cells = ranks.share(request.measured) if ranks else request.measured
+        cells = ranks.share(options.measured) if ranks else options.measured
         with limits.memory_errors(), watcher.step("Decoding", len(cells), unit="cells") as advance:
             for cell in cells:
                 inputs = operator.generated.draw(cell, device)
                 task = generated_task(cell, None, operator.oracle.dims(inputs))
-                states.decode(operator, inputs, task, request, writer, watcher)
+                states.decode(operator, inputs, task, options, writer, watcher)
                 advance(1)
     return load(writer.folder)
 
 
-def resolved(asked: BenchOptions, names: Sequence[str]) -> BenchOptions:
-    """The request with its implementations.
+def resolved(options: BenchOptions, names: Sequence[str]) -> BenchOptions:
+    """The options with their implementations, which are the request of `bench`.
 
     names: names of all implementations to compare.
 
@@ -182,17 +186,17 @@ def resolved(asked: BenchOptions, names: Sequence[str]) -> BenchOptions:
     implementation than the operator's baseline; MissingCapabilityError without a GPU, and if the
     baseline or the implementation of --match-with is unavailable.
     """
-    operator = operators.get(asked.operator)
+    operator = operators.get(options.operator)
     resolve_for_gpu = resolver(torch.device("cuda"))
     requested = [resolve_for_gpu(operator.name, name) for name in names]
-    assert asked.baseline is not None  # the reading of the options names the default
-    baseline = resolve_for_gpu(operator.name, asked.baseline)
-    matched = resolve_for_gpu(operator.name, asked.match_with or operator.baseline)
+    assert options.baseline is not None  # the reading of the options names the default
+    baseline = resolve_for_gpu(operator.name, options.baseline)
+    matched = resolve_for_gpu(operator.name, options.match_with or operator.baseline)
     # --verify itself takes another implementation to compare outputs with: see `target.bench`
     if (
-        not asked.verify
+        not options.verify
         and matched.name != operator.baseline
-        and any(gate.metric == "match" for gate in asked.conditions)
+        and any(gate.metric == "match" for gate in options.conditions)
     ):
         raise BadInputError(
             f"A gate of match is with {operator.baseline}, but --match-with names {matched.name}.",
@@ -200,10 +204,10 @@ def resolved(asked: BenchOptions, names: Sequence[str]) -> BenchOptions:
         )
     require_gpu(*NEEDS_GPU)
     everyone = [*requested, required(baseline)]
-    if asked.match_with:
+    if options.match_with:
         everyone.append(required(matched))
     return replace(
-        asked,
+        options,
         compared=tuple({known.name: known for known in everyone}.values()),
         baseline=baseline.name,
         match_with=matched.name,

@@ -343,7 +343,11 @@ class _PromptRun:
     def _compute(self, name: str) -> Compute:
         """The implementation `name`, at the precision of its case, as a model's operator."""
         precision = Precision.named(self.cases[name].precision)
-        return lambda call: self.resolve(call.mixer.operator, name).run(call.inputs, precision)
+
+        def compute(call: OperatorCall) -> Result:
+            return self.resolve(call.mixer.operator, name).run(call.inputs, precision)
+
+        return compute
 
     @contextmanager
     def _noting_errors(self, *names: str) -> Iterator[None]:
@@ -355,7 +359,7 @@ class _PromptRun:
         try:
             with self._blaming_user(names):
                 yield
-        except BadInputError:
+        except BadInputError:  # the model bypasses its operator, or calls it as no inputs express
             raise
         except Exception as error:
             status, reason = status_of(error, self.timer.device, ", ".join(names) or "the model")
@@ -364,7 +368,8 @@ class _PromptRun:
 
     def _blaming_user(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """A context.  If the process ends in it, its parent blames the first of `names` that is a
-        user's kernel.  Without one, it blames nobody.
+        user's kernel.  Without one, it blames nobody.  At the end the working directory, torch's
+        default dtype and whether it records gradients are restored.
         """
         users = [self.cases[name] for name in names if self.cases[name].kind == "own"]
         return while_it_runs(users[0] if users else None)

@@ -30,7 +30,7 @@ def sample(options: BenchOptions | RunOptions, folder: Path, number: int) -> Non
 
     if isinstance(options, BenchOptions):
         sampler = replace(options, out=folder, sampler=number)
-        bench_job.find_and_bench(*target.bench(sampler), Watcher())
+        bench_job.run_bench(*target.bench(sampler), Watcher())
     else:
         times_only = replace(options, answers=False, prefill=False, stalls=False, trace=None)
         run_job.run(*target.run(replace(times_only, out=folder, sampler=number)), Watcher())

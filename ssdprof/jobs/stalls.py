@@ -6,7 +6,7 @@ locate or capture the layer -> launch each implementation once, without ncu -> p
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -333,17 +333,18 @@ def _of_model(request: StallsOptions, model: str) -> ModelOptions:
 def _folder_of_stalls(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """Create a folder, and its parents, if they do not exist.
 
-    At the end of the context, the folder is removed if it is empty; then its parent, too, if that
-    is empty.  Raises BadInputError if the folder has stalls already, unless `overwrite` is set.
+    At the end of the context, the created folders are removed if they are empty.
+    Raises BadInputError if the folder has stalls already, unless `overwrite` is set.
     """
     if (folder / documents.STALLS_RECORD).exists() and not overwrite:
         raise BadInputError(
             f"{folder} holds stalls already.", "Give --force to replace them, or --out."
         )
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder
     finally:
-        for path in (folder, folder.parent):
-            if not any(path.iterdir()):
+        with suppress(OSError):  # a folder that is not empty stays, and so do its parents
+            for path in new_folders:
                 path.rmdir()

@@ -147,7 +147,7 @@ def _problem(
         inputs=tuple(inputs for _, inputs in together),
         cases=tuple(cases),
         precision=precision,
-        committed=tuning.committed(longest, kernel),
+        committed=tuning.committed(longest, precision, kernel),
     )
 
 
@@ -388,6 +388,7 @@ class _Trials:
                 for config, entry in entries.items()
             }
             compared = comparer.compare(list(entries.values()), str(self.problem), verdicts)
+            # a case that is timed comes twice, first without samples: the second one counts
             latest = {case.name: case for case in compared}
             for config, entry in entries.items():
                 timed[config].append(latest[entry.case.name])

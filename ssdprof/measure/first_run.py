@@ -32,10 +32,11 @@ from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 from ssdprof.measure.accuracy import check_output, fingerprint
 from ssdprof.operators.operator import Output, in_pieces, pieces
 
-# files of ssdprof, torch, Triton and Python, whose frames at the start of a traceback are left out
+# Files of ssdprof, torch, Triton and Python's library, whose frames at the start of a traceback are
+# left out.  Other installed packages lie below Python's library, but may have the kernel at fault.
 _KNOWN = re.compile(
-    rf"^{re.escape(str(Path(operators.__file__).parents[1]))}/|/site-packages/(torch|triton)/|"
-    r"/lib/python|^<"
+    rf"^{re.escape(str(Path(operators.__file__).parents[1]))}/|"
+    r"/(site|dist)-packages/(torch|triton)/|/lib(64)?/python[\d.]+t?/(?!(site|dist)-packages/)|^<"
 )
 _FRAMES = 5  # the most frames that a reason shows
 T = TypeVar("T")
@@ -333,19 +334,18 @@ def type_and_message(error: BaseException) -> str:
 
 def _trail(error: BaseException) -> str:
     """The frames of the traceback, from the first one outside of ssdprof, torch, Triton and
-    Python's library: " (file:line in function, ...)"; empty if there is none.  At most
-    `_FRAMES`: the first ones and the last one.
+    Python's library: " (file:line in function, file:line in function)"; empty if there is none.
+    At most `_FRAMES`: the first ones and the last one, with "..." for those between.
     """
     frames = traceback.extract_tb(error.__traceback__)
     while frames and _KNOWN.search(frames[0].filename):
         frames.pop(0)
     if not frames:
         return ""
-    shown = frames if len(frames) <= _FRAMES else [*frames[: _FRAMES - 1], frames[-1]]
-    words = ", ".join(
-        f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in shown
-    )
-    return f" ({words})"
+    places = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}" for frame in frames]
+    if len(places) > _FRAMES:
+        places[_FRAMES - 1 : -1] = ["..."]
+    return f" ({', '.join(places)})"
 
 
 def first_line(error: BaseException) -> str:

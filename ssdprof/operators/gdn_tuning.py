@@ -137,7 +137,7 @@ TUNING: Tuning = Tuning(
     },
     kernel=partial(kernel_of, FUSED, (KERNEL,)),
     key=lambda inputs, precision, _: call_key(inputs, precision),
-    committed=lambda inputs, _: committed_portable(inputs),
+    committed=lambda inputs, _precision, _kernel: committed_portable(inputs),
     axes=lambda _: _AXES,
     run=runner(portable_launch),
     for_short=_for_short,

@@ -10,11 +10,14 @@ from ssdprof.kernels.gdn.config import call_key
 from ssdprof.kernels.kda.fused import FUSED, KDAPortableConfig, configured_launch
 from ssdprof.kernels.kda.hopper.launch import KDAHopperConfig
 from ssdprof.kernels.kda.inputs import KDAInputs
+from ssdprof.kernels.precision import Precision
 from ssdprof.operators.gdn_tuning import block_of, kernel_of, runner, slice_fits
 from ssdprof.operators.tuning import Axis, PowerOfTwo, Tuning, Warps, stored_form, varied
 
 
-def _committed(inputs: KDAInputs, kernel: str) -> KDAPortableConfig | KDAHopperConfig:
+def _committed(
+    inputs: KDAInputs, _precision: Precision, kernel: str
+) -> KDAPortableConfig | KDAHopperConfig:
     """`Tuning.committed`."""
     if kernel == "hopper":
         return KDAHopperConfig.choose(inputs)

@@ -281,7 +281,7 @@ class Operator(Generic[I]):
     load_inputs: () -> the type that implementations take.
     mixer_sizes: name of a size of a checkpoint's layer -> the attribute of transformers' mixers
         that has it.
-    words: format string for these sizes.
+    words: format string for these sizes; its names are those of `mixer_sizes`.
     load_tuning: () -> what `ssdprof tune` may vary.
     load_definitions: () -> the calls that flashinfer-bench defines.
     refusal: (sizes by the names of `Dims`, ranks) -> a clause that says why so many tensor-parallel

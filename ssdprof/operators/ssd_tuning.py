@@ -16,6 +16,7 @@ from ssdprof.kernels import device
 from ssdprof.kernels.hopper.schedule import Cut, ceil_div
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.config import HOPPER_CHUNK, SSDPortableConfig, call_key
+from ssdprof.kernels.ssd.fused import committed_portable
 from ssdprof.kernels.ssd.hopper import config as hopper_config
 from ssdprof.kernels.ssd.hopper.config import (
     LONGEST_RECOMPUTED,
@@ -222,13 +223,11 @@ _ON_PORTABLE = tuple(
 )
 
 
-def _committed(inputs: SSDInputs, kernel: str) -> SSDConfig:
+def _committed(inputs: SSDInputs, precision: Precision, kernel: str) -> SSDConfig:
     """`Tuning.committed`."""
     if kernel == "hopper":
         return SSDHopperConfig.choose(inputs, device.sm_count(inputs.x), batch_invariant=False)
-    return SSDPortableConfig.choose(
-        inputs, device.capability(inputs.x) if inputs.x.is_cuda else (9, 0)
-    )
+    return committed_portable(inputs, precision)
 
 
 def _run(inputs: SSDInputs, precision: Precision, config: SSDConfig) -> SSDOutput:

@@ -75,7 +75,7 @@ class Tuning:
     kernel: (inputs) -> the kernel that runs them.
     key: (inputs, precision, kernel) -> the calls to which a configuration that was tuned on these
         inputs applies.
-    committed: (inputs, kernel) -> the configuration that the kernel has without tuning.
+    committed: (inputs, precision, kernel) -> the configuration that the kernel has without tuning.
     axes: (configuration) -> its axes in search order; each starts from the best candidate of the
         previous one.
     run: (inputs, precision, configuration) -> the operator's output.
@@ -91,7 +91,7 @@ class Tuning:
     configs: Mapping[str, tuple[type[Config], type[Record]]]
     kernel: Callable[[Any], str]
     key: Callable[[Any, Precision, str], CallKey]
-    committed: Callable[[Any, str], Config]
+    committed: Callable[[Any, Precision, str], Config]
     axes: Callable[[Config], Sequence[Axis]]
     run: Callable[[Any, Precision, Config], kernels.Output]
     for_short: Callable[[Config, Any], Config]

@@ -92,7 +92,7 @@ class RecordedCall:
         copies = {
             name: tensor.to("cpu", non_blocking=True) for name, tensor in self.tensors.items()
         }
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream(self.inputs.device).synchronize()
         return self.with_tensors(copies)
 
     def activated(self) -> RecordedCall:
@@ -103,7 +103,7 @@ class RecordedCall:
     def packed(self) -> RecordedCall:
         """The call with its sequences packed in one row.
 
-        Padding, which are sequences with slot -1 and tokens behind the last sequence, is left out.
+        Padding (sequences with slot -1, and tokens behind the last sequence) is left out.
         There may be no token left.  Waits for the device, whose `cu_seqlens` and slots it reads.
         """
         inputs = self.inputs

@@ -240,7 +240,7 @@ def accuracy_table(
         kinds = fmt.words(dict.fromkeys(map(intermediates_of, wanted)), "or")
         raise _nothing_at(report, f"{kinds} with {fmt.words(absent, 'or')} states")
     faults = shortcomings(Outcome(report.restricted(precisions=wanted)))
-    lines = [VerdictLine(fault, False) for fault in faults]
+    lines = [VerdictLine(fault, good=False) for fault in faults]
     for_use = []
     for group in compared_groups:
         for_use += [(group, implementation) for implementation in group.compared]

@@ -345,6 +345,7 @@ def launches(report: Report) -> Table:
                 "occupancy": fmt.percent(launch.warps_pct, 0),
                 "configuration": config or fmt.MISSING,
             }
+            # launches are equal if all their cells are, which are therefore the key
             cases_of_rows.setdefault(tuple(row.items()), []).append(case)
     by_implementation = grouped(report.of_calls, lambda case: case.implementation)
     rows = [
@@ -374,24 +375,25 @@ def _used_for(cases: Sequence[Case], of_implementation: Sequence[Case]) -> str:
     layer 3".
 
     Precisions with other sizes follow after "and".  The precisions are left out if they are all
-    precisions of the implementation, and so are the sizes and the layers; "all" if all three are.
+    precisions of the implementation, and so are the sizes and the layers.  "all" stands for both
+    precisions and sizes if they are left out, as in "all in layer 3".
     """
     ordered = sorted(cases, key=lambda case: (PRECISIONS.index(case.precision), -case.seqlen))
-    sizes_of_precision = {
-        precision: tuple(dict.fromkeys(map(_key_or_size, of_precision)))
-        for precision, of_precision in grouped(ordered, _short_precision_of).items()
-    }
+    precisions_of_sizes: dict[tuple[str, ...], list[str]] = {}
+    for precision, of_precision in grouped(ordered, _short_precision_of).items():
+        sizes = tuple(dict.fromkeys(map(_key_or_size, of_precision)))
+        precisions_of_sizes.setdefault(sizes, []).append(precision)
     all_precisions = set(map(_short_precision_of, of_implementation))
     all_sizes = set(map(_key_or_size, of_implementation))
-    words = []
-    for sizes, precisions in grouped(sizes_of_precision, sizes_of_precision.__getitem__).items():
-        named = []
+    uses = []
+    for sizes, precisions in precisions_of_sizes.items():
+        stated = []  # the precisions, then the sizes, unless they are left out
         if set(precisions) < all_precisions:
-            named.append("; ".join(precisions))
+            stated.append("; ".join(precisions))
         if set(sizes) < all_sizes:
-            named.append("; ".join(sizes))
-        words.append(" at ".join(named) or "all")
-    text = " and ".join(words)
+            stated.append("; ".join(sizes))
+        uses.append(" at ".join(stated) or "all")
+    text = " and ".join(uses)
     if set(map(layer_of, cases)) < set(map(layer_of, of_implementation)):
         text += f" in {layer_words(cases)}"
     return text

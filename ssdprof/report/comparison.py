@@ -148,14 +148,14 @@ def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
     for change, verdicts in comparison.verdicts.items():
         if verdicts:
             offenders = shortened([verdict.what for verdict in verdicts], _MOST_OFFENDERS)
-            yield VerdictLine(f"FAILED: {change}: {offenders}.", False)
+            yield VerdictLine(f"FAILED: {change}: {offenders}.", good=False)
         else:
             passed.append(change)
     if passed:
         yield VerdictLine(f"PASSED: no case violates {fmt.words(passed, 'or')}.")
     if reason := comparison.nothing_compared:
         counts = _times(comparison, comparison.pairs)
-        yield VerdictLine(f"FAILED: nothing was compared: {reason} ({counts}).", False)
+        yield VerdictLine(f"FAILED: nothing was compared: {reason} ({counts}).", good=False)
         return
     in_both = [pair for pair in comparison.pairs if pair.base and pair.new]
     summary = f"Compared {fmt.plural(len(in_both), 'case')}."

@@ -473,7 +473,7 @@ def _facts(report: StallReport) -> Iterator[Fact]:
         yield "variants", ", ".join(variants)
     if environment is None:
         yield "GPU", report.gpu
-        yield "versions", f"ssdprof {report.ssdprof_version}, which read it"
+        yield "versions", f"ssdprof {report.ssdprof_version}, which read the reports"
     else:
         yield from gpu(environment)
         yield "CPU", f"{environment.cpu}, {environment.platform}"

@@ -72,10 +72,12 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
     For a run that passed, it also says where the implementations may be used.
     """
     outcome = Outcome(report)
-    lines = [VerdictLine(line, False) for line in errors(report)]
+    lines = [VerdictLine(line, good=False) for line in errors(report)]
     lines += _passed(report, outcome)
     if state_breaks := _state_breaks(report):
-        lines.append(VerdictLine(f"The states between calls do not fit: {state_breaks[0]}.", False))
+        lines.append(
+            VerdictLine(f"The states between calls do not fit: {state_breaks[0]}.", good=False)
+        )
     if outcome.passed and report.kind == "run":
         for_use = []
         for group in groups(report):
@@ -376,13 +378,15 @@ def _decision(report: Report, group: Group) -> VerdictLine:
     outcome = Outcome(report)
     if report.doubts:
         first = next(iter(report.doubts)).partition(":")[0].rstrip(".")
-        return VerdictLine(f"explain the inputs first, which no model has: {first}", False)
+        return VerdictLine(f"explain the inputs first, which no model has: {first}", good=False)
     if faults_of_inputs := [case for case in outcome.failed if not exact_answer_is_finite(case)]:
         layers = layer_words(faults_of_inputs)
-        return VerdictLine(f"explain {layers} first, where the exact answer is not finite", False)
+        return VerdictLine(
+            f"explain {layers} first, where the exact answer is not finite", good=False
+        )
     faults = _faults_in_run(report, outcome)
     if not (faults or outcome.broken or outcome.passed):
-        return VerdictLine(f"keep {group.baseline} for now: this run is incomplete", False)
+        return VerdictLine(f"keep {group.baseline} for now: this run is incomplete", good=False)
     words = []
     unusable: set[tuple[str, PrecisionName]] = set()
     for (name, fault), precisions in faults.items():
@@ -433,7 +437,7 @@ def _recommendation(group: Group, unusable: Set[tuple[str, PrecisionName]]) -> V
         if group.compared == ("served",) and not unusable:
             return VerdictLine(f"what the server computed is accurate enough for {where}")
         if all(series.key in unusable for series in group.series(group.baseline)):
-            return VerdictLine("nothing that was compared is usable", False)
+            return VerdictLine("nothing that was compared is usable", good=False)
         return VerdictLine(f"keep {group.baseline}")
     timed = [series for series in usable if series.speedup() and len(series.timed) == group.calls]
     if not timed:

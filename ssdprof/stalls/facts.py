@@ -147,7 +147,7 @@ def stalls_of(kernel: RawKernel, implementation: str = "") -> KernelStalls:
     operator_stages = _operator_stages(kernel)
     stages, lines, from_neighbours = attribute(kernel, sources, operator_stages)
     facts = numbers(kernel)
-    averages = {} if kernel.totals else average(kernel)
+    averages = {} if kernel.totals else average_waiting_warps(kernel)
     not_collected = [name for name, value in facts.items() if value in (None, ())]
     # without products there is no type of operands, and no peak of such a type is missing
     if facts["tensor_flops"] == 0:
@@ -285,7 +285,7 @@ def _fp32_flops(kernel: RawKernel) -> float | None:
     return total
 
 
-def average(kernel: RawKernel) -> dict[str, float]:
+def average_waiting_warps(kernel: RawKernel) -> dict[str, float]:
     """Stall reason -> the warps that wait for it, on average whenever a warp issues, over the whole
     kernel; the largest first, without zeros.
 

@@ -140,9 +140,9 @@ TOO_LONG = LONGEST_RECOMPUTED + 1
 )
 def test_what_the_candidates_vary(tuning, committed, inputs, fields, tried: set[object]):
     """A kernel takes all of them: they are read back as they are stored."""
-    configs = options(tuning, committed or tuning.committed(inputs, "portable"), inputs)
+    configs = options(tuning, committed or tuning.committed(inputs, EXACT, "portable"), inputs)
     assert set(map(attrgetter(*fields.split()), configs)) == tried
-    hopper = isinstance(committed, SSDHopperConfig) or committed is KDA_HOPPER
+    hopper = isinstance(committed, SSDHopperConfig | KDAHopperConfig)
     for config in configs:
         settings = tuning.settings(config)
         assert tuning.config("hopper" if hopper else "portable", settings, config.reason) == config
@@ -154,7 +154,7 @@ def test_a_committed_cut_is_also_tried_with_segments_that_are_a_little_longer():
     )
     assert {92, 96, 104, 108} <= {config.long_segment for config in nearby}
     inputs = generated("gdn", LONG_GDN, 4096)
-    committed = replace(GDN.committed(inputs, "portable"), segment=16)
+    committed = replace(gdn_fused.committed_portable(inputs), segment=16)
     chunks = next(axis for axis in GDN.axes(committed) if axis.__name__ == "_chunks")
     assert {one.segment * one.chunk for one in chunks(committed, inputs)} == {1024}, "in positions"
 
@@ -182,7 +182,7 @@ def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence():
     inputs = gdn_inputs(4100)
     short = GDN.short(inputs)
     assert short.length == 1024 + 4100 % 64
-    cut = replace(GDN.committed(inputs, "portable"), chunk=64, segment=32)
+    cut = replace(gdn_fused.committed_portable(inputs), chunk=64, segment=32)
     assert 0 < GDN.for_short(cut, inputs).segment < short.length / 64
     assert GDN.for_short(replace(cut, segment=0), inputs).segment == 0
     with pytest.raises(BadInputError, match="The recurrent kernel runs these inputs"):
@@ -192,8 +192,9 @@ def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence():
 # --- from shapes and stored captures to problems
 
 
-def made(intermediates="exact") -> list[Problem]:
-    cells = (cell_of("ssd", "2x16x16x1", 100), cell_of("ssd", "2x16x16x1", 9, sequences=2))
+def made(intermediates="exact", dtype="bf16") -> list[Problem]:
+    cell = partial(cell_of, "ssd", "2x16x16x1", dtype=dtype)
+    cells = (cell(100), cell(9, sequences=2))
     return list(job.problems(OPERATOR, cells, intermediates, CPU))
 
 
@@ -202,12 +203,13 @@ def test_the_portable_kernel_has_one_problem_for_all_lengths_and_the_hopper_kern
 ):
     (problem,) = made()
     assert isinstance(problem.committed, SSDPortableConfig)
-    assert problem.committed.chunk == 32, "of the longest"
+    assert problem.committed.chunk == 32  # of the longest
     assert [inputs.values.shape[:2] for inputs in problem.inputs] == [(2, 9), (1, 100)]
     assert "nchunks" not in problem.calls
     assert problem.calls["nheads"] == 2
     assert problem.cases[0].precision == EXACT_FP32
     assert states_of(made("relaxed")[0].cases[0].precision) == "bf16", "as in a bench"
+    assert made("relaxed", "fp32")[0].committed.chunk == 32  # with exact intermediates 16
     monkeypatch.setattr(hopper_config, "unsupported", lambda _: "")
     monkeypatch.setattr(device, "sm_count", lambda _: 132)
     found = made()
@@ -527,7 +529,7 @@ def test_a_find_is_for_its_own_calls_only():
         return gdn_fused.PORTABLE.configure(call)
 
     inputs = gdn_inputs(200)
-    config = replace(GDN.committed(inputs, "portable"), chunk=16, reason="tuned on this GPU, today")
+    config = replace(chosen(inputs), chunk=16, reason="tuned on this GPU, today")
     assert chosen(inputs) != config
     registry.use_overrides("gdn", {call_key(inputs, EXACT): config})
     assert chosen(inputs) == config

@@ -140,7 +140,9 @@ def chosen(operator: str, name: str) -> Run:
 
 def ssd_portable(config: SSDPortableConfig | None = None) -> Run:
     return lambda inputs, precision: ssd_portable_launch(
-        inputs, precision, config or SSDPortableConfig.choose(inputs, capability(inputs.x))
+        inputs,
+        precision,
+        config or SSDPortableConfig.choose(inputs, capability(inputs.x), precision),
     )(inputs)
 
 

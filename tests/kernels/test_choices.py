@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from kernel_cases import SSDCase
+from kernel_cases import EXACT, SSDCase
 
 from ssdprof import kernels
 from ssdprof.kernels import device
@@ -122,7 +122,7 @@ def portable(operator: str, _name: str, inputs, draw: random.Random):
     """The portable kernel's configuration on some GPU."""
     gpu, sms = draw.choice(GPUS)
     if operator == "ssd":
-        return asdict(SSDPortableConfig.choose(inputs, gpu))
+        return asdict(SSDPortableConfig.choose(inputs, gpu, EXACT))
     return asdict(GDNPortableConfig.choose(inputs, gpu, sms, batch_invariant=draw.random() < 0.3))
 
 
@@ -215,7 +215,7 @@ def test_no_product_on_hopper_has_rows_whose_addresses_ptxas_loses():
 
 def test_a_reason_goes_with_the_choice():
     inputs = SSDCase(dtype=torch.bfloat16, headdim=64, dstate=128).inputs()
-    assert SSDPortableConfig.choose(inputs, (8, 0)).reason == PORTABLE[-2][2]
+    assert SSDPortableConfig.choose(inputs, (8, 0), EXACT).reason == PORTABLE[-2][2]
     assert SSDHopperConfig.choose(inputs, 132, batch_invariant=False).reason.endswith(HOPPER[0][2])
 
 

@@ -135,7 +135,8 @@ def test_plan_says_what_is_allocated():
     assert (plan.variant, plan.launches) == ("interpreter", 3)
     assert plan.workspace_bytes == gates + states + sync + scores
     workspace = allocated(
-        buffer_sizes(inputs, precision, SSDPortableConfig.choose(inputs, (9, 0))), inputs.device
+        buffer_sizes(inputs, precision, SSDPortableConfig.choose(inputs, (9, 0), precision)),
+        inputs.device,
     )
     assert sum(tensor.nbytes for tensor in workspace.values()) == plan.workspace_bytes
     short = get("ssd", "fused").plan(SSDCase(seqlen=200).inputs(), EXACT)

@@ -93,7 +93,7 @@ def test_overrides_are_replaced_and_leave_another_operators_alone():
 
 def use_portable(inputs: SSDInputs, **fields):
     config = replace(
-        SSDPortableConfig.choose(inputs, (9, 0)), reason="tuned on this GPU, today", **fields
+        SSDPortableConfig.choose(inputs, (9, 0), EXACT), reason="tuned on this GPU, today", **fields
     )
     use_overrides("ssd", {call_key(inputs, EXACT, "portable"): config})
 

@@ -94,7 +94,7 @@ def main():
         ).inputs()
     )
     five_stages(gated, EXACT)
-    portable_launch(gated, EXACT, SSDPortableConfig.choose(gated, (9, 0)))(gated)
+    portable_launch(gated, EXACT, SSDPortableConfig.choose(gated, (9, 0), EXACT))(gated)
     ungated = on_meta(case.inputs())
     hopper_launch(ungated, EXACT, SSDHopperConfig(segment=4))(ungated)
     long = GDNCase(

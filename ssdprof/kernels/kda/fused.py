@@ -453,7 +453,7 @@ def portable_prep(
             VALUES_PER_KEY=inputs.values_per_key,
             BLOCK_K=config.prep_block_k,
             num_stages=1,
-            **score_products(operand, normalised=bool(inputs.use_qk_l2norm)),
+            **score_products(operand, is_normalised=bool(inputs.use_qk_l2norm)),
         ),
     )
 

@@ -89,7 +89,7 @@ def stage_options(inputs: KDAInputs, precision: Precision) -> dict[str, dict[str
 # bits of earlier outputs.
 
 
-def score_products(operand: torch.dtype, *, normalised: bool) -> dict[str, Any]:
+def score_products(operand: torch.dtype, *, is_normalised: bool) -> dict[str, Any]:
     """The dtype and the input precision of the scores' operands, as the compile-time arguments
     SCORES and PRECISION.
 
@@ -98,12 +98,12 @@ def score_products(operand: torch.dtype, *, normalised: bool) -> dict[str, Any]:
     fp16 inputs and for normalised q and k.
 
     operand: dtype of the operands of the other products.
-    normalised: whether no number of q or k is above 1.
+    is_normalised: whether no number of q or k is above 1.
     """
     if operand == torch.float32:
         return dict(SCORES=tl.float32, PRECISION="tf32x3")
     return dict(
-        SCORES=tl.float16 if normalised or operand == torch.float16 else tl.float32,
+        SCORES=tl.float16 if is_normalised or operand == torch.float16 else tl.float32,
         PRECISION="tf32",
     )
 
@@ -263,7 +263,7 @@ def _kda_decayed_scores_kernel(
 
 
 def decayed_scores(
-    inputs: KDAInputs, G: Tensor, chunks: Chunks, precision: Precision, *, normalised: bool
+    inputs: KDAInputs, G: Tensor, chunks: Chunks, precision: Precision, *, is_normalised: bool
 ) -> tuple[Tensor, Tensor]:
     """Stage 2: the triangular system of each chunk, and the scores, which are the weights of the
     chunk's corrected values in its output.
@@ -271,10 +271,11 @@ def decayed_scores(
         L[i, j] = beta[i] * sum_k k[i, k] * k[j, k] * 2^(G[i, k] - G[j, k])       for j < i, else 0
         P[i, j] =           sum_k q[i, k] * k[j, k] * 2^(G[i, k] - G[j, k])       for j <= i, else 0
 
-    normalised: whether no number of q or k is above 1.
+    is_normalised: whether no number of q or k is above 1.
 
     In:   q, k (B, T, H, K) | beta (B, T, HV) | G (B, NT, HV, C, K) fp32, binary logs
     Out:  L (B, NT, HV, C, C) fp32 | P (B, NT, HV, C, C) in the operands' dtype
+          Both are zero in rows and columns past the end of a sequence.
     Grid: (B * NT * HV).  Neighbouring programs have the value heads of one key head, because these
           share q and k.
     """
@@ -285,14 +286,14 @@ def decayed_scores(
     P = chunks.empty(heads, size, size, dtype=operand)
     chunks.launch(
         _kda_decayed_scores_kernel,
-        heads,
+        heads,  # programs for each chunk
         heads,
         (inputs.q, inputs.k, inputs.beta, G),
         (L, P),
         inputs.values_per_key,
         KEY_DIM=key_dim,
         UNIT=strides_unit(inputs.q, inputs.k),
-        **score_products(operand, normalised=normalised),
+        **score_products(operand, is_normalised=is_normalised),
         **stage_options(inputs, precision)["decayed_scores"],
     )
     return L, P
@@ -411,10 +412,11 @@ def _kda_chunk_output_kernel(
         b_q = load_tokens(q_ptr, q_strides, key_tokens, o_i, o_k, m_ik, tl.float32)
         p_G = chunk_tile(G_ptr, G_strides, chunk, o_i, o_k)
         b_G = tl.load(p_G, mask=m_k[None, :], other=0.0)  # [CHUNK_SIZE, BLOCK_K]
-        p_S = chunk_tile(prev_states_ptr, prev_states_strides, chunk, o_v, o_k)
-        b_S = tl.load(p_S, mask=m_v[:, None] & m_k[None, :], other=0.0)  # [BLOCK_V, BLOCK_K]
+        p_state = chunk_tile(prev_states_ptr, prev_states_strides, chunk, o_v, o_k)
+        # [BLOCK_V, BLOCK_K]
+        b_state = tl.load(p_state, mask=m_v[:, None] & m_k[None, :], other=0.0)
         b_q = (b_q * decay_exp2(b_G)).to(S.OPERAND)
-        b_out = tl.dot(b_S, tl.trans(b_q), b_out, input_precision=DOT_PRECISION)
+        b_out = tl.dot(b_state, tl.trans(b_q), b_out, input_precision=DOT_PRECISION)
 
     # --- the part of the chunk's corrected values
     b_P = tl.load(chunk_tile(P_ptr, P_strides, chunk, o_i, o_i))
@@ -513,7 +515,7 @@ def six_stages(inputs: KDAInputs, precision: Precision) -> GDNOutput:
     inputs = normalised(inputs, precision)
     state_options = stage_options(inputs, precision)["chunk_state"]
     G = gate_cumsum(inputs, chunks, precision)
-    L, P = decayed_scores(inputs, G, chunks, precision, normalised=is_normalised)
+    L, P = decayed_scores(inputs, G, chunks, precision, is_normalised=is_normalised)
     A = solve_tril(inputs, L, chunks, precision)
     del L  # w and u can reuse its memory
     w, u, k_end = recompute_w_u(inputs, A, G, chunks, precision)

@@ -165,10 +165,7 @@ class SSDPortableConfig:
 
     @classmethod
     def choose(
-        cls,
-        inputs: SSDInputs,
-        capability: tuple[int, int],
-        precision: Precision = Precision(),  # noqa: B008
+        cls, inputs: SSDInputs, capability: tuple[int, int], precision: Precision
     ) -> SSDPortableConfig:
         """The first row of `PORTABLE` that fits, limited to the sizes of the call.
 

@@ -130,9 +130,14 @@ def portable_config(call: FusedCall) -> SSDPortableConfig:
     tuned: SSDPortableConfig | None = override(call_key(call.inputs, call.precision, "portable"))
     if tuned:
         return tuned.fitted(call.inputs)
+    return committed_portable(call.inputs, call.precision)
+
+
+def committed_portable(inputs: SSDInputs, precision: Precision) -> SSDPortableConfig:
+    """The configuration of the portable kernel without tuning, for the inputs' GPU."""
     # the interpreter, which has no limit of registers, uses Hopper's configuration
-    gpu_capability = capability(call.inputs.x) if call.inputs.x.is_cuda else (9, 0)
-    return SSDPortableConfig.choose(call.inputs, gpu_capability, call.precision)
+    gpu_capability = capability(inputs.x) if inputs.x.is_cuda else (9, 0)
+    return SSDPortableConfig.choose(inputs, gpu_capability, precision)
 
 
 def _work(buffers: Buffers, *reasons: str, scores_first: bool = False) -> Work:

@@ -367,8 +367,8 @@ def part_states(env, LANE: gl.constexpr):
     rings.inverses.wait_full(gl.to_tensor(0))
     X = warpgroup_mma_wait(0, deps=[begin_update(rings, gl.to_tensor(0), LANE)])
     store_update(rings, gl.to_tensor(0), X, LANE)
-    for k in range(work.segments()):
-        segment, n = work.segment_at(k)
+    for i_segment in range(work.segments()):
+        segment, n = work.segment_at(i_segment)
         # The lane's first row.  The minimum is always 0, but the compiler does not know it.  So it
         # computes addresses here and keeps none in registers over the loop.
         first_row = LANE * ROWS + gl.minimum(segment.state_row, 0)
@@ -393,9 +393,9 @@ def part_gates(env):
     is not used.
     """
     work = env.work
-    for k in range(work.segments()):
-        segment, n = work.segment_at(k)
-        for j in range(segment.warmup + (k + 1 == work.segments()).to(gl.int32)):
+    for i_segment in range(work.segments()):
+        segment, n = work.segment_at(i_segment)
+        for j in range(segment.warmup + (i_segment + 1 == work.segments()).to(gl.int32)):
             chunk_gates(env, segment, gl.minimum(j, segment.warmup - 1), n + j)
 
 
@@ -405,13 +405,13 @@ def part_loads(env):
     once more, for the same reason as in `part_gates`.
     """
     k_desc, v_desc, A_desc = env.descs
-    for k in range(env.work.segments()):
-        segment, n = env.work.segment_at(k)
+    for i_segment in range(env.work.segments()):
+        segment, n = env.work.segment_at(i_segment)
         first = segment.first - segment.warmup
         for j in range(segment.warmup):
             load_keys(env, segment, first + j, n + j, k_desc, A_desc)
             load_tile(env.rings.values, n + j, v_desc, segment.head, segment, first + j)
-        if k + 1 == env.work.segments():
+        if i_segment + 1 == env.work.segments():
             load_keys(env, segment, segment.first - 1, n + segment.warmup, k_desc, A_desc)
 
 

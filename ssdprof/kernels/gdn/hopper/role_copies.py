@@ -77,8 +77,8 @@ def load_chunk(env, segment, j, n, m):
 @gluon.jit
 def loads(env):
     """Role: load the tiles of all segments of the program."""
-    for k in range(env.work.segments()):
-        segment, n = env.work.segment_at(k)
+    for i_segment in range(env.work.segments()):
+        segment, n = env.work.segment_at(i_segment)
         for j in range(segment.warmup + segment.nchunks):
             load_chunk(env, segment, j, n + j, n + j - segment.warmup)
 
@@ -104,7 +104,7 @@ def stores(env):
     sequence's end.
     """
     _, _, _, _, out_desc = env.descs
-    for k in range(env.work.segments()):
-        segment, n = env.work.segment_at(k)
+    for i_segment in range(env.work.segments()):
+        segment, n = env.work.segment_at(i_segment)
         for i in range(segment.nchunks):
             store_chunk(env, n + i, out_desc, segment, segment.first + i)

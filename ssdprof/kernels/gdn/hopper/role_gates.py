@@ -89,7 +89,7 @@ def chunk_gates(env, segment, j, n):
 @gluon.jit
 def gates(env):
     """Role: compute the vectors of all chunks of both passes."""
-    for k in range(env.work.segments()):
-        segment, n = env.work.segment_at(k)
+    for i_segment in range(env.work.segments()):
+        segment, n = env.work.segment_at(i_segment)
         for j in range(segment.warmup + segment.nchunks):
             chunk_gates(env, segment, j, n + j)

@@ -9,8 +9,8 @@ start,
 
 so that decays multiply products whose operands have none.  |q_i| is 1 if the call does not
 normalise q.  X is computed first, because the state waits for it.  Before Q K^T is rounded to fp16,
-its rows are multiplied by scale / |q_i|, because the products of long or short q may be outside
-fp16's range.
+its rows are multiplied by 2^UP scale / |q_i|, because the products of long or short q may be
+outside fp16's range; the decays that follow are then 2^(G_i - UP - G_j).
 
 Shared memory: `rings.py`.
 """
@@ -80,15 +80,16 @@ def weights_of(rings, n, m, lower):
     # P, the lower triangle of Q K^T, as an operand in registers
     QK = warpgroup_mma_wait(0, deps=[begin_product(q, k.permute((1, 0)), layout)])
     if q.dtype == gl.float16:
-        # ROW - COLUMN is log2(scale / |q_i|)
-        G = rings.vector(n, COLUMN).load(rows) - UP
-        QK *= gl.exp2(rings.vector(n, ROW).load(rows) - G)[:, None]
+        # ROW - COLUMN is log2(scale / |q_i|).  P gets this factor and 2^UP, and the decays get the
+        # rest of the row's factors: G_i - UP.
+        row_log2 = rings.vector(n, COLUMN).load(rows) - UP
+        QK *= gl.exp2(rings.vector(n, ROW).load(rows) - row_log2)[:, None]
     P = gl.convert_layout(masked(QK.to(q.dtype), lower), gl.DotOperandLayout(0, layout, 2))
     # the product with the inverse, and the decays between positions
     begun = begin_product(P, inverse.permute((1, 0)), layout)
     row, column = rings.vector(n, ROW).load(rows), rings.vector(n, COLUMN).load(columns)
     if q.dtype == gl.float16:
-        row = G  # P has the other factors of the row already
+        row = row_log2  # P has the other factors of the row already
     decay = gl.exp2(row[:, None] - column[None, :])
     product = warpgroup_mma_wait(0, deps=[begun])
     rings.weights.wait_empty(m)
@@ -105,12 +106,14 @@ def scores(env):
     layout: gl.constexpr = product_layout(CHUNK, 4)
     o_i, o_j = tile_indices(CHUNK, CHUNK, layout)
     lower = gl.where(o_i[:, None] >= o_j[None, :], -1, 0).to(gl.int16)
-    for k in range(env.work.segments()):
-        segment, n = env.work.segment_at(k)
+    for i_segment in range(env.work.segments()):
+        segment, n = env.work.segment_at(i_segment)
         for j in range(segment.warmup):
             update_of(rings, n + j)
             mbarrier.arrive(rings.inverses.empty_at(n + j), count=1)
             mbarrier.arrive(rings.keys.empty_at(n + j), count=1)
+        # The m-th chunk of the second pass.  The program had n chunks before this segment, all of
+        # them in the second pass: a program with several segments has no first pass.
         for m in range(n, n + segment.nchunks):
             update_of(rings, m + segment.warmup)
             weights_of(rings, m + segment.warmup, m, lower)

@@ -217,6 +217,6 @@ def scan_segment(env, segment, n, LANE: gl.constexpr):
 @gluon.jit
 def states(env, LANE: gl.constexpr):
     """Role of a lane: its rows of the outputs and final states of all segments of the program."""
-    for k in range(env.work.segments()):
-        segment, n = env.work.segment_at(k)
+    for i_segment in range(env.work.segments()):
+        segment, n = env.work.segment_at(i_segment)
         scan_segment(env, segment, n, LANE)

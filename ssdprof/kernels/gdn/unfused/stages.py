@@ -684,7 +684,8 @@ def _gdn_chunk_output_kernel(
     o_i = tl.arange(0, S.CHUNK_SIZE)
     m_v, m_i = o_v < S.VALUE_DIM, o_i < count
 
-    # --- Q S [CHUNK_SIZE, BLOCK_V] and Q K^T [CHUNK_SIZE, CHUNK_SIZE]
+    # --- products of Q: with the state that enters the chunk [CHUNK_SIZE, BLOCK_V], and with K^T
+    # [CHUNK_SIZE, CHUNK_SIZE]
     q_strides, k_strides = in_units(q_strides, S.UNIT), in_units(k_strides, S.UNIT)
     prev_states_strides = in_units(prev_states_strides, S.UNIT)
     out_strides = in_units(out_strides, S.UNIT)
@@ -696,9 +697,10 @@ def _gdn_chunk_output_kernel(
         m_ik = m_i[:, None] & m_k[None, :]
         b_q = load_tokens(q_ptr, q_strides, key_tokens, o_i, o_k, m_ik, S.OPERAND)
         b_k = load_tokens(k_ptr, k_strides, key_tokens, o_i, o_k, m_ik, S.OPERAND)
-        p_S = chunk_tile(prev_states_ptr, prev_states_strides, chunk, o_v, o_k)
-        b_S = tl.load(p_S, mask=m_v[:, None] & m_k[None, :], other=0.0)  # [BLOCK_V, BLOCK_K]
-        b_out = tl.dot(b_q, tl.trans(b_S), b_out, input_precision=DOT_PRECISION)
+        p_state = chunk_tile(prev_states_ptr, prev_states_strides, chunk, o_v, o_k)
+        # [BLOCK_V, BLOCK_K]
+        b_state = tl.load(p_state, mask=m_v[:, None] & m_k[None, :], other=0.0)
+        b_out = tl.dot(b_q, tl.trans(b_state), b_out, input_precision=DOT_PRECISION)
         b_qk = tl.dot(b_q, tl.trans(b_k), b_qk, input_precision=DOT_PRECISION)
 
     # --- (17): decays, and the product of the scores with the chunk's corrected values

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ssdprof.kernels._gluon import aggregate, place_in, reinterpret
 from ssdprof.kernels.hopper.ring import CHUNK, barriers, begin_pairs
 
-SLICE = gl.constexpr(64)  # size of a slice of P, a unit: the rows of one matrix instruction
+SLICE = gl.constexpr(64)  # rows of P in a slice, which is a unit: those of one matrix instruction
 # 16-bit columns of a block that TMA writes to shared memory; wider tiles have several
 COLUMNS = gl.constexpr(64)
 THREADS = gl.constexpr(128)  # threads per lane
@@ -55,7 +55,9 @@ class FirstPass:
     flags.  A vector holds the numbers of lane 0, then those of lane 1, as in `Shared`.
     """
 
-    weights: gl.shared_memory_descriptor  # (weight_places, 2 q): weights of a chunk, `two_parts`
+    # (weight_places, 2 q): weights of a chunk's positions in the state after the first pass, in two
+    # parts (`two_parts`)
+    weights: gl.shared_memory_descriptor
     decay: gl.shared_memory_descriptor  # (weight_places, 2): decay of all chunks read so far
     # (word_places, 1) int32: a word for each turn, not zero if another turn follows it
     continue_flag: gl.shared_memory_descriptor
@@ -76,7 +78,9 @@ class Shared:
     x: gl.shared_memory_descriptor  # (slots * units, q, p)
     scores: gl.shared_memory_descriptor  # (score depth * units, q, s)
     out: gl.shared_memory_descriptor  # (2, q / n_split, p)
-    # (depth * 4, 2 q): ROW a, KEY a - log2 dt, WEIGHT in two parts, ENTERING 2^a
+    # (depth * 4, 2 q): ROW a; KEY a - log2 dt; WEIGHT 2^(a_end - a) dt, the weight of a position in
+    # the state that leaves the chunk, in two parts (`two_parts`); ENTERING 2^a, the decay of the
+    # state that enters it
     gates: gl.shared_memory_descriptor
     decay: gl.shared_memory_descriptor  # (depth, 2): 2^a_end
     # mbarriers of each slot, in pairs: the slot can be read, and it can be written again

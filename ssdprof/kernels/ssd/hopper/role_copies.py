@@ -114,8 +114,8 @@ def loads(env):
     whether another one follows: none does if all chunks are read, or if earlier ones have decayed.
     """
     first = env.shared.first
-    for k in range(env.work.segments()):
-        segment, n = env.work.segment_at(k)
+    for i_segment in range(env.work.segments()):
+        segment, n = env.work.segment_at(i_segment)
         group = segment.unit // env.S.SLICES // env.S.HEADS_PER_GROUP
         first_block = group * (env.S.DSTATE // COLUMNS)
         seen = 0  # chunks of the first pass
@@ -157,7 +157,7 @@ def store_chunk(env, segment, i, n):
 @gluon.jit
 def stores(env):
     """Role: store the outputs of all segments of the program."""
-    for k in range(env.work.segments()):
-        segment, n = env.work.segment_at(k)
+    for i_segment in range(env.work.segments()):
+        segment, n = env.work.segment_at(i_segment)
         for i in range(segment.nchunks):
             store_chunk(env, segment, i, n + i)

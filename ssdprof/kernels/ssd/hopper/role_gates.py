@@ -313,8 +313,8 @@ def gates(env):
     """
     # (q, lane): one warp per lane
     layout: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, 2], [0, 1])
-    for k in range(env.work.segments()):
-        segment, n = env.work.segment_at(k)
+    for i_segment in range(env.work.segments()):
+        segment, n = env.work.segment_at(i_segment)
         A, dt_bias, dt_ptr, tile, dt_stride = rates_of(env, segment, 1, layout)
         o_q = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
         dtype: gl.constexpr = dt_ptr.dtype.element_ty

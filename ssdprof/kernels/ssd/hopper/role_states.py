@@ -490,6 +490,6 @@ def units(env):
     all segments of the program.
     """
     lane = lane_number()
-    for k in range(env.work.segments()):
-        segment, n = env.work.segment_at(k)
+    for i_segment in range(env.work.segments()):
+        segment, n = env.work.segment_at(i_segment)
         scan_segment(lane, env, segment, n)
