@@ -160,7 +160,7 @@ class Report(Record):
     @model_validator(mode="after")
     def _consistent(self) -> Report:
         """Check that no name occurs twice, that there are not too many processes, that errors along
-        the positions of equally long prompts have equally many slices, and that each call that ran
+        the positions of equally long calls have equally many slices, and that each call that ran
         has errors.
         """
         check_unique("a case", [case.name for case in self.cases])
@@ -182,7 +182,8 @@ class Report(Record):
                 count = len(error.along)
                 if count != slices.setdefault(seqlen, count):
                     raise ValueError(
-                        f"{case.name} has errors along the positions in another number of slices"
+                        f"{case.name} has errors in {count} slices of its positions, where other "
+                        f"calls of {seqlen:,} tokens have {slices[seqlen]}"
                     )
         return self
 

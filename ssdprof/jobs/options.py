@@ -67,7 +67,8 @@ def path(text: str) -> Path:
 def existing_file(text: str) -> Path:
     """An option parser for a file that can be read.
 
-    Raises typer.BadParameter for an empty string, and BadInputError for a file that cannot be read.
+    Raises typer.BadParameter for an empty string, and what `unreadable` returns for a file that
+    cannot be read.
     """
     file = path(text)
     try:
@@ -83,6 +84,7 @@ _NAMING_KERNELS = ("implementations", "impl", "against", "baseline", "match_with
 
 def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
     """The names of implementations and state formats that are, or may be, the user's functions.
+    Formats with a scale, such as `int8:head`, look like one.
 
     given: name of a field -> its text, None or another value, as Typer parsed it.
     """
@@ -95,7 +97,7 @@ def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _finite(value: Any) -> Any:
-    """Refuse a number that is infinite, NaN or so large that no clock can wait as long."""
+    """Refuse a number that is infinite, NaN, or `_LARGEST` or more."""
     if isinstance(value, float) and not abs(value) < _LARGEST:
         raise typer.BadParameter(f"{value:g} is not below {_LARGEST:,}; give a smaller number")
     return value
@@ -109,12 +111,7 @@ def info(metavar: str, help: str, *names: str, shown: bool | str = True, **more:
     arguments of `typer.Option`.
     """
     return typer.Option(
-        *names,
-        metavar=metavar or None,
-        help=help,
-        show_default=shown,
-        callback=None if "parser" in more else _finite,
-        **more,
+        *names, metavar=metavar or None, help=help, show_default=shown, callback=_finite, **more
     )
 
 

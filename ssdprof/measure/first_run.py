@@ -441,9 +441,9 @@ def _constants(source: object) -> dict[str, Any]:
     """
     constants: dict[str, Any] = {}
     if isinstance(source, ASTSource):
-        for path, value in source.constants.items():
-            parameter = source.fn.params[path[0]]
-            if not parameter.is_constexpr or len(path) > 1:
+        for (index, *_), value in source.constants.items():  # more numbers: inside of a tuple
+            parameter = source.fn.params[index]
+            if not parameter.is_constexpr:
                 continue
             if isinstance(value, SimpleNamespace) or is_dataclass(value):
                 constants |= vars(value)

@@ -113,7 +113,7 @@ class Recorder:
     """The recorder of a process.  A forked process has a new one."""
 
     _current: Recorder | None = None
-    _was_created = False  # or could not be
+    _was_tried = False  # whether this process has tried to create its recorder
     _creation = threading.Lock()  # several threads may make their first calls at once
 
     def __init__(self) -> None:
@@ -139,18 +139,18 @@ class Recorder:
         cannot start a thread.  This is tried once.
         """
         with cls._creation:
-            if not cls._was_created:
+            if not cls._was_tried:
                 try:
                     cls._current = cls()
                 except Exception as error:
                     note(f"This process is not recorded: {error}.")
-                cls._was_created = True
+                cls._was_tried = True
             return cls._current
 
     @classmethod
     def forget(cls) -> None:
         """Forget the recorder in a forked process, which does not have its thread."""
-        cls._current, cls._was_created = None, False
+        cls._current, cls._was_tried = None, False
         cls._creation = threading.Lock()  # another thread may have held the old one
 
     # --- in the program's thread

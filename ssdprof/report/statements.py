@@ -105,7 +105,9 @@ def errors(report: Report) -> tuple[str, ...]:
 
 
 def incomplete(report: Report) -> str:
-    """Why a report is incomplete, as it is without cases; empty if it is complete."""
+    """Why requested cases may be absent, as `unfinished` says it; `NOTHING` for a report without
+    any case, even if its process reached its end.  Empty if the report is complete.
+    """
     return unfinished(report) if report.cases else NOTHING
 
 
@@ -319,18 +321,18 @@ def in_short(report: Report) -> tuple[VerdictLine, ...]:
         return ()
     text = decision.text
     if state_breaks := _state_breaks(report):
-        row = state_breaks[0].partition(" begins ")[0]
-        text = f"explain first why the states between calls do not fit ({row}); {text}"
+        text = f"explain first why the states between calls do not fit; {text}"
     is_good = decision.good and not state_breaks
     return (VerdictLine(f"In short: {text}.", is_good),)
 
 
 def _of_prefill(report: Report) -> VerdictLine | None:
-    """Whether `fused` is faster in the longest prefill, and by how much; None if it was not timed
-    there beside its baseline.
+    """Whether `fused` is faster in the longest prefill, and by how much; None if `fused` or its
+    baseline was not timed there.
     """
-    timed = [case for case, _ in prefills(report) if case.implementation == GATED and case.call_us]
-    case = max(timed, key=lambda case: case.seqlen, default=None)
+    by_length = sorted((case for case, _ in prefills(report)), key=lambda case: case.seqlen)
+    longest = [case for case in by_length if case.seqlen == by_length[-1].seqlen]
+    case = next((case for case in longest if case.implementation == GATED), None)
     if case is None or report.speedup(case) is None:
         return None
     size = fmt.tokens(case.seqlen, case.batch)

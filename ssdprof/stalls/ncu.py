@@ -168,7 +168,8 @@ def _environment(job: Job) -> dict[str, str]:
 
 
 def find() -> tuple[str, str]:
-    """The path and the version of the newest ncu that is found on this machine.
+    """The path and the version of the ncu that `find_ncu` chooses: that on PATH, or else one in the
+    folders of NVIDIA's installers.
 
     Raises MissingCapabilityError if there is none, if it does not run, or if it is too old.
     """
@@ -182,8 +183,9 @@ def find() -> tuple[str, str]:
     version = ncu_version(program)
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
         raise MissingCapabilityError(
-            f"ncu {version} is too old: it must be {'.'.join(map(str, OLDEST))} or newer.",
-            "Install a newer Nsight Compute; it need not be that of the CUDA toolkit.",
+            f"{program} is ncu {version}, which is too old: it must be "
+            f"{'.'.join(map(str, OLDEST))} or newer.",
+            "Install a newer Nsight Compute, and put its folder first on PATH.",
         )
     return program, version
 

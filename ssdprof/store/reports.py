@@ -584,7 +584,7 @@ def latest(*kinds: str) -> Path | None:
     """
     by_age = [
         (report.created, report.id, path)
-        for path, report in _readable(RUNS, _header)
+        for path, report in _each_report(RUNS, _header)
         if isinstance(report, Report) and report.kind in kinds
     ]
     for *_, path in sorted(by_age, reverse=True):
@@ -603,7 +603,7 @@ def listed(folder: Path) -> tuple[tuple[Path, Report | SsdprofError], ...]:
         path, report = item
         return report.created if isinstance(report, Report) else "", path
 
-    return tuple(sorted(_readable(folder, _folder), key=age, reverse=True))
+    return tuple(sorted(_each_report(folder, _folder), key=age, reverse=True))
 
 
 def dump(report: Report) -> str:
@@ -621,7 +621,7 @@ def _header(folder: Path) -> Report:
     return _document(header_of(folder))
 
 
-def _readable(
+def _each_report(
     folder: Path, read: Callable[[Path], Report]
 ) -> Iterator[tuple[Path, Report | SsdprofError]]:
     """The folders of reports directly under a folder, each with what `read` returns for it, or the

@@ -167,7 +167,7 @@ def test_find_asks_the_program_for_its_version(tmp_path, monkeypatch):
     for script, words in (
         (
             "echo 'Version 2022.4.1 (build 1)'",
-            r"2022\.4\.1 is too old: it must be 2023\.1 or newer",
+            r"is ncu 2022\.4\.1, which is too old: it must be 2023\.1 or newer",
         ),
         ("echo hello", "does not report its version"),
         ("exit 1", r"does not run: .*[^.]\.$"),

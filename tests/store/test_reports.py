@@ -480,7 +480,7 @@ DAMAGED = """\
 "num_warps": 4 => "num_warps": [] => num_warps is a list of length 0, not an integer or a text
 "precision": "exact, fp32 states" => "precision": "x" => precision is 'x', not of the form ^
 "id": " => "x": 1, "id": " => x is not a known key
-0.004 => 0.004, 0.1 => another number of slices
+0.004 => 0.004, 0.1 => slices of its positions, where other
 """
 NO_JSON = ("", GOOD[:100], "[" * 100_000)
 

@@ -133,26 +133,27 @@ def _state_offsets(o_k, o_v, STRIDES: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(pointers, steps, first, length, m_k, m_v, S: tl.constexpr):
+def _load_tokens(pointers, token_strides, first, length, m_k, m_v, S: tl.constexpr):
     """q, k, v, g and beta of BLOCK_T tokens from `first` on: a tuple of each, with zeros past the
     sequence's end.
 
     All loads are issued before any of their results is used, so that the program waits only once.
 
-    steps: strides between tokens.  m_k, m_v: masks of K and V
+    token_strides: between tokens, of each pointer.  m_k, m_v: masks of K and V
     """
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr = pointers
     qs, ks, vs, gs, betas = (), (), (), (), ()
     for i in tl.static_range(S.BLOCK_T):
-        here, step = first + i < length, tl.cast(first + i, tl.int64)
+        here = first + i < length
+        position = tl.cast(first + i, tl.int64)
         m_row = tl.where(here, m_k, False)  # the interpreter makes int32 of m_k & here
-        qs = qs + (tl.load(q_ptr + step * steps[0], mask=m_row, other=0.0),)
-        ks = ks + (tl.load(k_ptr + step * steps[1], mask=m_row, other=0.0),)
+        qs = qs + (tl.load(q_ptr + position * token_strides[0], mask=m_row, other=0.0),)
+        ks = ks + (tl.load(k_ptr + position * token_strides[1], mask=m_row, other=0.0),)
         m_value = tl.where(here, m_v, False)
-        vs = vs + (tl.load(v_ptr + step * steps[2], mask=m_value, other=0.0),)
+        vs = vs + (tl.load(v_ptr + position * token_strides[2], mask=m_value, other=0.0),)
         m_gate = m_row if S.PER_CHANNEL else here
-        gs = gs + (tl.load(g_ptr + step * steps[3], mask=m_gate, other=0.0),)
-        betas = betas + (tl.load(beta_ptr + step * steps[4], mask=here, other=0.0),)
+        gs = gs + (tl.load(g_ptr + position * token_strides[3], mask=m_gate, other=0.0),)
+        betas = betas + (tl.load(beta_ptr + position * token_strides[4], mask=here, other=0.0),)
     return qs, ks, vs, gs, betas
 
 
@@ -223,35 +224,37 @@ def _gdn_recurrent_kernel(tensors, strides, seqlen, scale, seed, S: tl.constexpr
         writes_ptr += writes_strides[1]
 
     # stage recurrence: BLOCK_T tokens are loaded, and then processed one by one
-    steps = (q_strides[1], k_strides[1], v_strides[1], g_strides[1], beta_strides[1])
+    token_strides = (q_strides[1], k_strides[1], v_strides[1], g_strides[1], beta_strides[1])
     for first in range(0, length, S.BLOCK_T):
         qs, ks, vs, gs, betas = _load_tokens(
-            (q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr), steps, first, length, m_k, m_v, S
+            (q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr), token_strides, first, length, m_k, m_v, S
         )
         for i in tl.static_range(S.BLOCK_T):
-            # u: the corrected value, times the norm's factor of the key with which it is written
             q, k, v = qs[i].to(tl.float32), ks[i].to(tl.float32), vs[i].to(tl.float32)
-            decay, k_factor = decay_exp(gs[i].to(tl.float32)), _inverse_norm(k, S.L2NORM)
-            if S.PER_CHANNEL:
+            decay = decay_exp(gs[i].to(tl.float32))
+            k_factor = _inverse_norm(k, S.L2NORM)
+            if S.PER_CHANNEL:  # each row of the state has its decay: apply it here, and 1 below
                 state = state * decay[:, None]
                 decay = 1.0
             read = sum_of_products(state * k[:, None], 0)
+            # the corrected value, times the norm's factor of the key with which it is written
             u = betas[i].to(tl.float32) * k_factor * (v - decay * k_factor * read)
             state = tl.fma(state, decay, k[:, None] * u[None, :])
             out = scale * _inverse_norm(q, S.L2NORM) * sum_of_products(state * q[:, None], 0)
-            here, step = first + i < length, tl.cast(first + i, tl.int64)
+            here = first + i < length
+            position = tl.cast(first + i, tl.int64)
             tl.store(
-                out_ptr + step * out_strides[1],
+                out_ptr + position * out_strides[1],
                 out.to(out_ptr.dtype.element_ty),
                 mask=tl.where(here, m_v, False),
             )
             if S.EVERY_STATE:
-                p_states = states_ptr + ptr_offset((i_b, begin + step, i_h), states_strides[:3])
+                p_states = states_ptr + ptr_offset((i_b, begin + position, i_h), states_strides[:3])
                 tl.store(p_states + o_states, state, mask=tl.where(here, m_state, False))
             if S.FORMAT is not None:
                 state = stored_after(state, first + i + 1, length, key, elements, 0, S)
             if len(writes_strides) == 2:  # the table of slots has a column for each token
-                new_slot = tl.load(writes_ptr + step * writes_strides[1], mask=here, other=-1)
+                new_slot = tl.load(writes_ptr + position * writes_strides[1], mask=here, other=-1)
                 p_states = states_ptr + ptr_offset((new_slot, i_h), states_strides[:2]) + o_states
                 stored = state.to(states_ptr.dtype.element_ty)
                 tl.store(p_states, stored, mask=tl.where(new_slot >= 0, m_state, False))

@@ -2,8 +2,8 @@
 one after the other.
 
 A segment that does not begin its sequence needs the state that enters it.  A first pass over the
-chunks before it computes that state.  It begins at chunk c where the state S_c that enters c has a
-negligible effect on the state at the segment's first chunk f:
+chunks that precede the segment computes that state.  It begins at chunk c where the state S_c that
+enters c has a negligible effect on the state at the segment's first chunk f:
 
     |effect of S_c on the state at f|  <=  2^(sum of the bounds of chunks c .. f - 1) |S_c|
 

@@ -2,10 +2,13 @@
 copies and states in registers.
 
 A program owns a segment of a sequence and one value head.  If the segment does not begin its
-sequence, a first pass over chunks before it computes the state that enters it (`assignment.py`).
-For a head that forgets slowly, two earlier launches compute that state instead (`parts.py`).  No
-program waits for another.  The warps of a program have roles (`rings.py`): `states` updates the
-state chunk by chunk, and `scores` computes X and W of a chunk from its inverse (`role_scores.py`).
+sequence, a first pass over the chunks that precede the segment computes the state that enters it
+(`assignment.py`).  For a head that forgets slowly, two earlier launches compute that state instead:
+`_parts_kernel` below, and `_combine_kernel` (both: `parts.py`).  No program waits for another.  The
+warps of a program have roles (`rings.py`): `states` updates the state chunk by chunk, and `scores`
+computes X and W of a chunk from its inverse (`role_scores.py`).
+
+Of `_hopper_kernel`:
 
 In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V)
       cu_seqlens (sequences + 1)
