@@ -459,6 +459,8 @@ def _fault(change: Change, pair: CasePair, base_report: Report, new_report: Repo
     assert new
     if not metric.applies(new):
         return None
+    if base.result == "passed" and new.result == "nonfinite":
+        return "passed in BASE; nonfinite in NEW"
     if change.metric in SPEED_METRICS and base.time_us and not new.time_us:
         return f"timed in BASE; {_status(new)} in NEW"
     if not _comparable(change, pair, base_report, new_report):

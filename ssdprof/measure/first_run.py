@@ -25,7 +25,7 @@ from ssdprof import operators
 from ssdprof.core.base import Fault, Status
 from ssdprof.core.case import FirstCall, Launch
 from ssdprof.environment.machine import free_memory
-from ssdprof.errors import MissingCapabilityError
+from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
@@ -349,14 +349,14 @@ def _trail(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message that is not empty; if there is none, a phrase with the
-    place where the error was raised.
+    """The first line of the error's message that is not empty, with secrets masked; if there is
+    none, a phrase with the place where the error was raised.
 
     Messages of compilers and of CUDA may fill pages.
     """
     for line in str(error).splitlines():
         if line.strip():
-            return line
+            return masked(line)
     frames = traceback.extract_tb(error.__traceback__)
     place = "outside of Python"
     if frames:

@@ -278,6 +278,13 @@ OFFENCES: list[tuple[str, Report, Report, list[str]]] = [
         REFUSED,
         [f"{FUSED}: 1.33333 times the floor in BASE; refused in NEW", "layer 0"],
     ),
+    # NaN, whatever the error of the other elements is
+    (
+        "match:base-50",
+        BASE,
+        run(change=broken("nonfinite")),
+        [f"{FUSED}: passed in BASE; nonfinite in NEW", "layer 0"],
+    ),
     ("time:base+90%", PREFILL, LATE, [f"{ROW}: timed in BASE; no such value in NEW"]),
     # a condition that judges nothing, and a NEW that is not whole
     ("time:base+3%", UNTIMED, UNTIMED, [": no case could be judged: BASE has no times"]),
