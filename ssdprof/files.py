@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -133,15 +134,15 @@ def write_text(file: Path, text: str, *, replace: bool = True) -> None:
 
     replace: whether to overwrite a file that exists.
 
-    Raises BadInputError if the file exists and may not be overwritten, or if its folder does not
-    exist; MissingCapabilityError if it cannot be written.
+    Raises BadInputError if the file exists and may not be overwritten, if it is a folder, or if its
+    folder does not exist; MissingCapabilityError if it cannot be written.
     """
     check_target(file, replace=replace)
     try:
         if file.exists() and not file.is_file():  # a pipe or a device, which cannot be replaced
             file.write_text(text, encoding="utf-8")
         else:
-            put(file.resolve(), lambda temporary: temporary.write_text(text, encoding="utf-8"))
+            put(file.resolve(), partial(Path.write_text, data=text, encoding="utf-8"))
     except OSError as error:
         raise unwritable(file, error) from error
 
@@ -157,13 +158,13 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {
+    handlers = {
         number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

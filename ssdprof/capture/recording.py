@@ -584,11 +584,13 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
 
     arguments: those that are no tensors, by the operator's names; a list stands for a tuple.
 
-    Raises errors of any class.
+    Raises errors of any class, also for an output without the other.
     """
     tensors = _tensors(file)
     slots = tensors.pop("slots", None)
     output = tuple(tensors.pop(name) for name in _OUTPUT if name in tensors)
+    if len(output) == 1:
+        raise ValueError("it has only one of out and final_states, which belong together")
     scalars = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in arguments.items()

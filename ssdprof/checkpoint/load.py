@@ -505,7 +505,9 @@ def _load(
             error.hint += "  Or take the unquantised checkpoint."
         raise
     _refuse_missing(model, info["missing_keys"], stored.keys() - places.keys())
-    for name, shape, expected in sorted(info["mismatched_keys"]):
+    mismatched = sorted(info["mismatched_keys"])
+    if mismatched:
+        name, shape, expected = mismatched[0]
         raise _other_shape(model.source.label, name, shape, expected)
     return loaded
 
@@ -514,7 +516,11 @@ def _load(
 def _in_fp32(model_class: type[PreTrainedModel], names: Collection[str]) -> Iterator[None]:
     """While the context is open, transformers loads these parameters in fp32, on any device.
 
-    Otherwise they would get the dtype of the other weights.  names: of parameters of `model_class`.
+    Otherwise they would get the dtype of the other weights.  transformers loads a weight in the
+    dtype of the empty model's parameter, which `post_init` can therefore set: it ends the making of
+    that model.
+
+    names: of parameters of `model_class`.
     """
     post_init = model_class.post_init
 

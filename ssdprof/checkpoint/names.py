@@ -192,7 +192,8 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
     number or a range without a layer of `indices`; the message lists those.
     """
     check_layers(spec)
-    word, _, number = spec.strip().lower().partition(":")
+    text = spec.strip().lower()
+    word, _, number = text.partition(":")
     listed = f"the model has {len(indices)}: {', '.join(map(str, indices))}."
     if word == "all":
         return tuple(indices)
@@ -204,14 +205,16 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
         return tuple(indices[: int(number)])
     missing: list[str] = []  # numbers and ranges without a layer of `indices`, as typed
     selected: set[int] = set()
-    for first, last in re.findall(_NUMBERS, word):  # `last` is empty for a single number
+    for first, last in re.findall(_NUMBERS, text):  # `last` is empty for a single number
         in_range = [index for index in indices if int(first) <= index <= int(last or first)]
         selected.update(in_range)
         if not in_range:
             missing.append(f"{first}-{last}" if last else first)
     if missing:
+        absent = ", ".join(missing)
+        layers_have = f"Layer {absent} has" if absent.isdigit() else f"Layers {absent} have"
         raise BadInputError(
-            f"Layer {', '.join(missing)} has no SSD, GDN or KDA operator; {listed}",
+            f"{layers_have} no SSD, GDN or KDA operator; {listed}",
             "Numbers are decoder layer indices, counted from 0.",
         )
     return tuple(index for index in indices if index in selected)

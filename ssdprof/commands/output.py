@@ -134,7 +134,7 @@ def end(report: Report, *, on_screen: bool = True) -> None:
     if outcome.passed:
         return
     if report.kind in ("bench", "prefill") or not on_screen:
-        fail(statements.errors(report))
+        fail(statements.why_not_passed(report))
     fail(f"GATE FAILED: {verdict}" for verdict in outcome.broken)
 
 

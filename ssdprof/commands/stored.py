@@ -49,7 +49,7 @@ from ssdprof.report import brief, comparison, exports, html, markdown, stalls
 from ssdprof.report.table import Document, TableRow, table
 from ssdprof.report.terminal import SplitTable, render
 from ssdprof.store import reports
-from ssdprof.store.ranks import FIRST
+from ssdprof.store.ranks import FIRST_RANK
 
 if TYPE_CHECKING:
     from ssdprof.environment.toolchain import Check
@@ -78,7 +78,7 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
     history: whether to show a table for each set of runs that compared the same cases, in place of
         one table of all runs, unless no run can be read.  JSON is the same with and without it.
 
-    Raises BadInputError for a folder that does not exist.
+    Raises BadInputError for a folder that does not exist, and for a file.
     """
     if folder is not None and not folder.is_dir():
         raise BadInputError(
@@ -87,11 +87,12 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
         )
     stored = reports.listed(folder or reports.RUNS)
     listed = [ListedRun.of(path.name, report) for path, report in stored]
-    tables = list(brief.history(stored)) if history else []
-    tables = tables or [brief.runs(listed)]
     if as_json:
         terminal.print_json([run.model_dump(mode="json") for run in listed])
-    elif any(tables):
+        return
+    tables = list(brief.history(stored)) if history else []
+    tables = tables or [brief.runs(listed)]
+    if any(tables):
         for runs_table in tables:
             terminal.out().print(SplitTable(runs_table))
     else:
@@ -130,7 +131,7 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
             f"{reason}.", "Nothing had been compared yet.  Correct your function, or leave it out."
         )
     terminal.say(f"{reason}.")
-    if rank != str(FIRST):
+    if rank != str(FIRST_RANK):
         raise typer.Exit(ExitCode.GATE_FAILED)
     output.finish(Path(folder), report, as_json=as_json)
 

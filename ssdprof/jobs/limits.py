@@ -64,8 +64,8 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
 
 
 def check_capture() -> None:
-    """Raises MissingCapabilityError if Triton cannot compile kernels for the GPU on which a model's
-    operators would need them.
+    """Raises MissingCapabilityError if a model would run on a GPU for which Triton cannot compile
+    kernels.
     """
     if not INTERPRETED and device().type == "cuda":
         require_toolchain()

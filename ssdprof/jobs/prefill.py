@@ -81,8 +81,8 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
     memory runs out outside of the case of an implementation.
     """
     device = require_gpu(*NEEDS_GPU)
-    names = dict.fromkeys(layer.operator for layer in target.layers)
-    resolved = resolve_implementations(request, tuple(names))
+    operator_names = dict.fromkeys(layer.operator for layer in target.layers)
+    resolved = resolve_implementations(request, tuple(operator_names))
     # With other placements, moving weights or activations would be part of the time.
     on_gpu = replace(target, request=replace(target.request, placement="one-gpu"))
     steps: dict[str, float] = {}  # step of the command -> its seconds

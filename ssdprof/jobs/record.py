@@ -57,15 +57,18 @@ def record(options: RecordOptions) -> tuple[RecordOptions, int, str]:
         if not any(calls.glob("*_*.safetensors")):
             nothing_stored = _why_nothing_stored(calls / PASSED, options.when)
             shutil.rmtree(calls, ignore_errors=True)
-            with suppress(OSError):  # a folder in which the program wrote other files stays
-                for folder in new_folders:
+            for folder in new_folders:
+                with suppress(OSError):  # a folder in which the program wrote other files stays
                     folder.rmdir()
     return options, code, nothing_stored
 
 
 def _why_nothing_stored(passed: Path, when: When) -> str:
-    """A sentence.  passed: the file `PASSED`."""
-    count = passed.stat().st_size
+    """A sentence.  passed: the file `PASSED`, which the program may have removed."""
+    try:
+        count = passed.stat().st_size
+    except OSError:
+        return f"No call was stored: {passed.parent} was removed."
     if not count:
         return (
             "No call was recorded: the program called no function that ssdprof knows, or a line "

@@ -325,8 +325,8 @@ class Replay:
     def _prepared(
         self, operator: Operator, captured: CapturedLayer
     ) -> tuple[CallRef | None, Inputs]:
-        """The call and its inputs as they are replayed: the first rank's share, cast, or the
-        drafted tokens alone, as the options say.
+        """The call and its inputs as they are replayed: the first rank's share, cast, and the
+        drafted tokens alone, each if the options ask for it.
 
         Remarks and doubts about the inputs go to the report.
         """
@@ -354,7 +354,7 @@ class Replay:
         state_break: str,
     ) -> list[Entry]:
         """An entry for each implementation and precision of the call, and for the output that a
-        server recorded, if there is one.
+        server recorded, if its inputs are replayed as they were recorded.
         """
         dims, work = operator.oracle.cost(inputs)
         plans = list(self._planner(operator, dims.dtype, call))

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -445,8 +445,10 @@ def _constants(source: object) -> dict[str, Any]:
             parameter = source.fn.params[index]
             if not parameter.is_constexpr:
                 continue
-            if isinstance(value, SimpleNamespace) or is_dataclass(value):
+            if isinstance(value, SimpleNamespace):
                 constants |= vars(value)
+            elif is_dataclass(value):
+                constants |= {field.name: getattr(value, field.name) for field in fields(value)}
             else:
                 constants[parameter.name] = value
     return constants

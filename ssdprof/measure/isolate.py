@@ -72,8 +72,9 @@ class _Block:
         them.
         """
         start = GUARD_BYTES + offset
-        whole = -(-(start + size + GUARD_BYTES) // 8)  # in int64 numbers, rounded up
-        memory = torch.full((whole,), -1, dtype=torch.int64, device=device).view(torch.uint8)
+        number_count = -(-(start + size + GUARD_BYTES) // 8)  # of int64, rounded up
+        numbers = torch.full((number_count,), -1, dtype=torch.int64, device=device)
+        memory = numbers.view(torch.uint8)
         return cls(memory=memory, start=start, stop=start + size, names=names)
 
     def allocated(self, tensor: Tensor, offset: int) -> Tensor:
@@ -81,8 +82,9 @@ class _Block:
 
         offset: bytes from `start` to its first element.
         """
-        block = self.memory[self.start + offset : self.start + offset + _extent(tensor)]
-        return block.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        start = self.start + offset
+        tensor_bytes = self.memory[start : start + _extent(tensor)]
+        return tensor_bytes.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def bits(self) -> tuple[int, ...]:
         """The fingerprint of the block and its guards."""

@@ -97,9 +97,11 @@ def stepped_states(
     tokens, and its states are rounded, too.  Returns out, in the shape of the values, and states
     (marks, sequences, heads, K, V), for SSD (marks, sequences, heads, P, N), both in fp32.
 
+    step: tokens of a step, at least 1.
     marks: numbers of steps after which states are returned, at least one; 0 stands for the rounded
         initial states.  A sequence that ended earlier has its last state.
-    seed: seed of the random numbers of stochastic formats, 0 to 2**31 - 1.
+    seed: seed of the random numbers of stochastic formats, 0 to 2**31 - 1.  A user's function does
+        not get it.
 
     Raises UnsupportedError for inputs that the kernel does not take, BadInputError for a user's
     function that does not return states, and ValueError for a step, mark or seed out of range.
@@ -126,19 +128,21 @@ def _by_function(
     out = torch.empty(inputs.values.shape, device=inputs.device)
     states = torch.empty(len(marks), *inputs.states_shape, device=inputs.device)
     for span in oracle.spans_of(inputs):
-        row = slice(span.batch, span.batch + 1)
+        row_slice = slice(span.batch, span.batch + 1)
         pieces = span.cut(step) if span.length else ()
         state = _rounded(state_format, initial[span.sequence][None])
         states[:, span.sequence] = state
-        for number, piece in enumerate(pieces, 1):
-            cut = slice(piece.start, piece.stop)
-            tokens = {name: tensor[row, cut].float() for name, tensor in positional.items()}
+        for steps_done, piece in enumerate(pieces, 1):
+            positions = slice(piece.start, piece.stop)
+            tokens = {
+                name: tensor[row_slice, positions].float() for name, tensor in positional.items()
+            }
             one_sequence: dict[str, Any] = {inputs.STATES: state, "cu_seqlens": None}
             call = replace(inputs, **tokens, **one_sequence, state_indices=None, state_every=0)
-            out[row, cut], state = run(call, exact)
+            out[row_slice, positions], state = run(call, exact)
             state = _rounded(state_format, state)
             # the state for this and every later mark, until the next step overwrites it there
-            states[[mark >= number for mark in marks], span.sequence] = state
+            states[[mark >= steps_done for mark in marks], span.sequence] = state
     return out, states
 
 

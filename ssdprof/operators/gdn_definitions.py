@@ -133,11 +133,16 @@ def gated_delta_rule(
     """The reference of the definitions: token by token, in fp64.
 
     q, k (tokens, H, K), v (tokens, HV, V), a, b (tokens, HV), state (n, HV, V, K).  Without
-    cu_seqlens there is one token of each sequence: (n, 1, ...).  Returns out, with the shape and
-    dtype of v, and the final states, (n, HV, V, K) in fp32.
+    cu_seqlens there is one token of each sequence: (n, 1, ...).
+    A_log, dt_bias (HV): g is -exp(A_log) softplus(a + dt_bias), and beta is sigmoid(b).
+    scale: factor of q.
+    cu_seqlens (n + 1): where the sequences begin and end.
+
+    Returns out, with the shape and dtype of v, and the final states, (n, HV, V, K) in fp32.  The
+    tensors of the caller stay as they are.
     """
     heads = v.shape[-2]
-    state = state.double()
+    state = state.to(torch.float64, copy=True)
     g = -A_log.double().exp() * torch.nn.functional.softplus(a.double() + dt_bias.double())
     out = torch.empty_like(v)
     bounds = range(len(v) + 1) if cu_seqlens is None else cu_seqlens.tolist()

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from ssdprof.kernels.inputs import Inputs
 
 MOST_STEP_TOKENS = 32  # longest sequences, in tokens, on which token-by-token implementations run
-SEED = 0  # of all random inputs, so that every run has the same
-# range of softplus(bias), the gate's step at a raw gate of 0: log-uniform, as in new models
+SEED = 0  # of random inputs, so that every run has the same; `states` takes the next number
+# range of softplus(bias), the gate's step at a raw gate of 0: log-uniform, as newly initialised
+# models have it
 GATE_STEPS = (1e-3, 1e-1)
 I = TypeVar("I", bound="Inputs", default=Any)
 InputDType = Literal["bf16", "fp16", "fp32"]

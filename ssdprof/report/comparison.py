@@ -131,7 +131,7 @@ def compose(
 
 def _short_names(base: str, new: str) -> tuple[str, str]:
     """The last parts of two paths that differ: x and y of a/x/run and b/y/run.  The paths as they
-    are if one is the end of the other.
+    are if one is the end of the other, or if they are equal.
     """
     parts = zip(reversed(Path(base).parts), reversed(Path(new).parts), strict=False)
     for base_part, new_part in parts:

@@ -50,7 +50,7 @@ from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN, again
 from ssdprof.report.document import compose, target_words
 from ssdprof.report.facts import gpu_name, versions_of
-from ssdprof.report.statements import by_gate, caveats, errors, incomplete, verdict_lines
+from ssdprof.report.statements import by_gate, caveats, incomplete, verdict_lines, why_not_passed
 from ssdprof.report.table import Table
 
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
@@ -442,7 +442,7 @@ def workflow_commands(report: Report) -> Iterator[str]:
     title = _data(f"ssdprof: {target_words(report)}").replace(":", "%3A").replace(",", "%2C")
     faulty = (case for case in Outcome(report).faulty if case.why)
     reasons = [f"{case.name}: {case.result}: {case.why}" for case in faulty]
-    yield from _annotations("error", title, [*errors(report), *reasons])
+    yield from _annotations("error", title, [*why_not_passed(report), *reasons])
     yield from _annotations("warning", title, list(caveats(report)))
 
 

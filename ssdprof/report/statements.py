@@ -72,7 +72,7 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
     For a run that passed, it also says where the implementations may be used.
     """
     outcome = Outcome(report)
-    lines = [VerdictLine(line, good=False) for line in errors(report)]
+    lines = [VerdictLine(line, good=False) for line in why_not_passed(report)]
     lines += _passed(report, outcome)
     if state_breaks := _state_breaks(report):
         lines.append(
@@ -86,7 +86,7 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
     return tuple(lines)
 
 
-def errors(report: Report) -> tuple[str, ...]:
+def why_not_passed(report: Report) -> tuple[str, ...]:
     """The reasons why a report did not pass, in sentences; empty if it passed."""
     outcome = Outcome(report)
     lines = shortcomings(outcome)

@@ -19,10 +19,11 @@ from ssdprof.errors import BadInputError, MissingCapabilityError
 
 T = TypeVar("T")
 POLL_S = 0.2  # seconds between two looks at the store or at a lock
-FIRST = 0  # the rank that makes the folder and prints the report
+FIRST_RANK = 0  # the rank that makes the folder and prints the report
 # torchrun sets these besides WORLD_SIZE
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-SLOWEST_S = 10.0  # one rank may be ahead of another by this time before work is divided
+# before work is divided, one rank is ahead of another by at most so much
+LONGEST_LAG_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        return self.rank == FIRST
+        return self.rank == FIRST_RANK
 
     def share(self, items: Sequence[T]) -> tuple[T, ...]:
         """The items of this rank: every `count`th one, beginning with item `rank`.  Sets
@@ -89,13 +90,13 @@ def first_tells(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether the first rank reports the error that this rank has, so that this one need not.
 
     Before work is divided, all ranks have the same error, and torchrun interrupts this process when
-    the first rank has ended with it.  This function waits for that, for `SLOWEST_S` at most; if
+    the first rank has ended with it.  This function waits for that, for `LONGEST_LAG_S` at most; if
     nothing comes, this rank alone has the error.
     """
     if not follows(environment):
         return False
     try:
-        time.sleep(SLOWEST_S)
+        time.sleep(LONGEST_LAG_S)
     except KeyboardInterrupt:
         return True
     return False
@@ -108,7 +109,7 @@ def follows(environment: Mapping[str, str] = os.environ) -> bool:
         return (
             not Ranks.divided
             and rank_count(environment) > 1
-            and int(environment.get("RANK", FIRST)) != FIRST
+            and int(environment.get("RANK", FIRST_RANK)) != FIRST_RANK
         )
     return False
 

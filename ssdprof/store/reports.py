@@ -55,7 +55,7 @@ from ssdprof.files import (
 )
 from ssdprof.progress import Watcher
 from ssdprof.store.header import draft
-from ssdprof.store.ranks import FIRST, POLL_S, Ranks
+from ssdprof.store.ranks import FIRST_RANK, POLL_S, Ranks
 
 RUNS = Path("runs")
 KINDS = ("run", "bench", "prefill", "answers")  # kinds of reports that are kept under RUNS
@@ -215,7 +215,7 @@ def check_folder(out: Path | None) -> None:
     report or a document.
     """
     check_writable(out or RUNS)
-    if out and (file := out / f"cases.{FIRST}.jsonl").exists():
+    if out and (file := out / f"cases.{FIRST_RANK}.jsonl").exists():
         with locked(file, *_LOCKED):
             pass
     if out and header_of(out).exists():
@@ -309,14 +309,14 @@ def opened(
         return
     began = time.monotonic()
     header = draft(**fields)
-    rank = ranks.rank if ranks else FIRST
+    rank = ranks.rank if ranks else FIRST_RANK
     path = _folder_of(out, header, ranks)
     header = header.changed(
         id=path.absolute().name or path.resolve().name, ranks=ranks.count if ranks else 1
     )
     is_new = not path.exists()
     with locked(path / f"cases.{rank}.jsonl", *_LOCKED) as file:
-        if rank == FIRST:
+        if rank == FIRST_RANK:
             _begin(path, header, sources)
         if ranks:
             _tell_open(path, ranks)
@@ -325,7 +325,7 @@ def opened(
         tell(f"report {rank} {path.resolve()}")
         try:
             yield writer
-            if rank == FIRST:
+            if rank == FIRST_RANK:
                 _sample_in_others(writer, watcher)
             seconds = earlier_seconds + time.monotonic() - began
             writer.update(complete=True, seconds=round(seconds, 3))
@@ -340,7 +340,7 @@ def opened(
 def _folder_of(out: Path | None, header: Report, ranks: Ranks | None) -> Path:
     """The folder of the report.  The first rank chooses it, and the others wait for its name."""
     if ranks and not ranks.is_first:
-        return Path(ranks.told("folder", FIRST))
+        return Path(ranks.told("folder", FIRST_RANK))
     return out or new_folder(header.target)
 
 
@@ -534,7 +534,7 @@ def _dead(path: Path, ranks: Ranks) -> MissingCapabilityError | None:
     for rank in range(ranks.count):
         if rank != ranks.rank and not ranks.alive(rank):
             last = _last(path, rank)
-            if rank == FIRST or not (last.complete or last.ended):
+            if rank == FIRST_RANK or not (last.complete or last.ended):
                 return ranks.gone(rank)
     return None
 
@@ -720,11 +720,13 @@ def _joined(lines: Iterable[Case]) -> dict[str, Case]:
 
 
 def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
-    """The cases in a file, and the last line of the process; None if there is none.
+    """The cases in a file, and the last line of the process; None if there is none.  A file that
+    does not exist has no cases.
 
     An incomplete last line is ignored: its writer was killed.
 
-    Raises BadInputError for any other line that cannot be read.
+    Raises BadInputError for any other line that is damaged, and SsdprofError if the file cannot be
+    read.
     """
     if not file.exists():
         return [], None

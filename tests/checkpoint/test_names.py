@@ -133,8 +133,8 @@ def test_selects(spec, indices):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("3,9,2", r"Layer 9, 2 .* 6: 0, 1, 3, 4, 6, 7"),
-        ("8-9,2-2,3", r"Layer 8-9, 2-2 has no SSD"),
+        ("3,9,2", r"Layers 9, 2 .* 6: 0, 1, 3, 4, 6, 7"),
+        ("8-9,2-2,3", r"Layers 8-9, 2-2 have no SSD"),
         ("first:7", "first:7: the model has 6: 0, 1"),
     ],
 )
