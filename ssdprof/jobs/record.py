@@ -75,7 +75,10 @@ def _why_nothing_stored(passed: Path, when: When) -> str:
             "above says why."
         )
     result = "whose outputs are finite" if when == "nonfinite" else "and found nothing wrong"
-    return f"No call was stored: ssdprof saw {plural(count, 'call')}, {result}."
+    return (
+        f"No call was stored: ssdprof saw {plural(count, 'call')}, {result}.  The last calls of a "
+        "process that is killed, or that ends by os._exit, may be missing."
+    )
 
 
 def _prepared(options: RecordOptions) -> RecordSettings:
