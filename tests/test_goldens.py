@@ -54,7 +54,7 @@ MASKS = (  # in this order
     (r"(?m)^(\| versions +\| ).*", r"\1VERSIONS"),
     (r'("packages": ){[^}]*}', r"\1VERSIONS"),
     (r"(<td.*>ssdprof VERSION), .*", r"\1, VERSIONS</td>"),
-    (r"(<td.*>).*, Linux x86_64", r"\1MACHINE"),
+    (r"(<td.*>).*, Linux x86_<wbr>64", r"\1MACHINE"),
     (r"(segments of [\d,]+, )[\d.]+ s\b", r"\1SECONDS"),
     (r"(?m)^(\W*noise: .*(?:fp32|fp16|bf16)).*", r"\1 NUMBERS"),
     (r'("(?:cpu|platform|python)": )".*"', r'\1"MACHINE"'),
@@ -88,6 +88,8 @@ COMPUTED = (
     (r"\(\d+(, \d+)+\)(\s*(?:\|\s*)?)\d+\b", r"PLACE\2HEAD"),
     (r"\bhead \d+|\(\d+(, \d+)+\)", "PLACE"),
     (r"\b(?!100\.000)\d+\.\d+(e[-+]?\d+)?\b|\b\d+e-\d+\b|\bSMALL\b", "NUMBER"),
+    (r'"value": -', '"value": '),
+    (r"PLACE +\|", "PLACE |"),
 )
 # counts of other tokens
 ANSWERS = (r"(?m)^(\|? *(?:un)?fused +\|? *relaxed, bf16  ).*", r"\1 NUMBERS")

@@ -2,8 +2,9 @@
 `accuracy`, and the tables of `runs`.
 """
 
+import shlex
 from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 from rich.console import Group as Renderables
@@ -46,7 +47,6 @@ _MOST_LINES = {"caveat": 3, "reason": 2, "row": 6}
 # Columns that are left out of a table whose rows have more names than the precision: it would be
 # too wide.
 _DETAILS = ("baseline,\ndevice", "% of\nroofline", "largest\nerror", "largest\nvalue")
-_MORE = "All layers, plots, what ran: ssdprof export -o report.html"
 
 
 def render(report: Report) -> RenderableType:
@@ -56,6 +56,17 @@ def render(report: Report) -> RenderableType:
     answers are whole, so that many formats or prompts need more than a screen.
     """
     return Renderables(*_parts(report))
+
+
+def _export(report: Report) -> str:
+    """A command that exports the report.  Without a folder it exports the latest one in `runs`."""
+    command = ["ssdprof", "export", "-o", "report.html"]
+    for word, next_word in pairwise((*report.command, "")):
+        if word == "--out":
+            command.insert(2, next_word)
+        elif word.startswith("--out="):
+            command.insert(2, word.removeprefix("--out="))
+    return shlex.join(command)
 
 
 def shown(report: Report) -> RenderableType:
@@ -90,7 +101,8 @@ def _parts(report: Report) -> Iterator[RenderableType]:
         for why, (case, *_) in grouped(failed, lambda case: case.why).items()
     ]
     yield from _listed(reasons, "reason")
-    yield Text(_MORE, style="dim")
+    if report.command:
+        yield Text(f"All layers, plots, what ran: {_export(report)}", style="dim")
     bad_news_last = sorted(verdict_lines(report), key=lambda line: not line.good)
     yield from map(terminal.verdict, bad_news_last)
     if warnings := list(caveats(report)):
