@@ -36,7 +36,7 @@ from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_change, parse_gate, parse_percent
 from ssdprof.core.outcome import ListedRun
 from ssdprof.core.report import Report
-from ssdprof.core.words import count, plural
+from ssdprof.core.words import count
 from ssdprof.environment.child import Ended
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError, nearest
 from ssdprof.jobs import documents, options
@@ -563,14 +563,13 @@ def record(options: RecordOptions, code: int, nothing_stored: str) -> None:
 def _capture_calls(options: RecordOptions) -> None:
     """Make a capture of the stored calls, and delete them."""
     calls = options.out / CALLS
-    stored = len(list(calls.glob("*_*.safetensors")))
     os.umask(0o077)  # other users may be allowed to read the folder, but not the captures
     capture_options = CaptureOptions(
         model=str(calls), recorded="safetensors", out=options.out, force=options.force
     )
     name = options.out.resolve().name
     run_job.capture_recording(capture_options, output.TerminalWatcher(), name=name)
-    terminal.say(f"{plural(stored, 'call')} in {options.out}.  Next: ssdprof run {options.out}")
+    terminal.say(f"Next: ssdprof run {options.out}")
     shutil.rmtree(calls)
 
 
