@@ -185,7 +185,8 @@ def unwritten(tensor: Tensor) -> int:
     """The number of elements that were never written, in a tensor that was allocated in the context
     of `GuardedAllocations`.
 
-    Their bytes are those of the guards.  A NaN that a GPU or torch computes has other bits.
+    Their bytes are those of the guards.  A NaN that a GPU computes has other bits; a CPU may round
+    an fp32 NaN to these in bf16.
     """
     elements = tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
     return int((elements == 0xFF).all(-1).sum())
@@ -484,6 +485,10 @@ def try_call(implementation: Implementation, inputs: Inputs, precision: Precisio
     # the GPU is unusable for this process, which ends after this verdict
     except MissingCapabilityError as error:
         return "failed", type_and_message(error.__cause__ or error)
+    # A CPU may round NaN to the bits of memory that was never written, and an output is right to
+    # have NaN where its inputs have it.
+    if any(bool(tensor.isnan().any()) for tensor in inputs.tensors.values()):
+        return "ran", ""
     for name, tensor in zip(("out", "final_states"), output, strict=True):
         if count := unwritten(tensor):
             return "failed", f"it leaves {count:,} elements of {name} unwritten"
