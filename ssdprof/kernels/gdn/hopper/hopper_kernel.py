@@ -8,7 +8,7 @@ sequence, a first pass over the chunks that precede the segment computes the sta
 warps of a program have roles (`rings.py`): `states` updates the state chunk by chunk, and `scores`
 computes X and W of a chunk from its inverse (`role_scores.py`).
 
-Of `_hopper_kernel`:
+Inputs, outputs and grid of `_hopper_kernel`:
 
 In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V)
       cu_seqlens (sequences + 1)
