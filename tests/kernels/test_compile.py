@@ -27,7 +27,7 @@ NEWER = triton.__version__ != OLDEST  # than the compiler of the limits in this 
 STACK_BYTES = {
     "SHIPPED": 296, "COMMON": 80, "SSD_UNFUSED": 64, "SSD_PORTABLE": 296, "GDN_UNFUSED": 320,
     "GDN_PORTABLE": 160, "SSD_HOPPER": 56, "GDN_HOPPER": 168,
-    "KDA_UNFUSED": 320, "KDA_PORTABLE": 240, "KDA_HOPPER": 168,
+    "KDA_UNFUSED": 320, "KDA_PORTABLE": 240, "KDA_HOPPER": 224,
 }  # fmt: skip
 ANYWHERE = (
     "SSD_UNFUSED",

@@ -37,6 +37,7 @@ from ssdprof.kernels import (
 )
 from ssdprof.kernels.gdn.compat import chunk_gated_delta_rule
 from ssdprof.kernels.kda.compat import chunk_kda
+from ssdprof.kernels.kda.inputs import RawKDAInputs
 from ssdprof.kernels.registry import UnsupportedError
 from ssdprof.kernels.ssd import fused
 from ssdprof.kernels.ssd.compat import mamba_chunk_scan_combined
@@ -145,6 +146,8 @@ def test_compiles_as_a_full_graph_and_the_fake_kernel_tells_the_truth(
     v_first = operator.endswith("first")
     if operator != "ssd":
         inputs = replace(inputs, initial_state=None)
+    if operator.startswith("kda"):
+        inputs = RawKDAInputs(**vars(inputs))
     values = (getattr(inputs, field.name) for field in fields(inputs))
     arguments = (*values, *precision, False, v_first)
     op = getattr(torch.ops.ssdprof, f"{inputs.operator}_fused").default
@@ -342,8 +345,37 @@ def test_fla_drop_in(function):
 def test_kda_drop_in_takes_hints():
     inputs = KDA["batch"].inputs(initial_state=None)
     hints = dict(safe_gate=True, lower_bound=-5.0, disable_recompute=True, cu_seqlens_cpu=None)
-    hints |= dict(chunk_size=32, A_log=None, use_graph=True, max_num_seqs=8)
+    hints |= dict(chunk_size=32, A_log=None, use_graph=True, max_num_seqs=8, allow_neg_eigval=True)
     assert torch.equal(fla(inputs, chunk_kda, **hints)[0], CHANNELS(inputs).out)
+
+
+@pytest.mark.parametrize(
+    ("A_log", "dt_bias", "lower_bound"),
+    [(True, True, None), (True, False, None), (True, True, -5.0), (False, True, -5.0)],
+)
+def test_kda_drop_in_takes_raw_gates_and_betas(A_log, dt_bias, lower_bound):
+    """A_log is 0, and dt_bias is 0, where they are not given."""
+    inputs = KDA["batch"].inputs()
+    *_, heads, channels = inputs.g.shape
+    given = dict(A_log=torch.linspace(-1, 1, heads)) if A_log else {}
+    given |= dict(dt_bias=torch.linspace(-2, 2, heads * channels)) if dt_bias else {}
+    raw = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
+    out, _ = fla(inputs, chunk_kda, lower_bound=lower_bound, **raw, **given)
+    rate = given.get("A_log", torch.zeros(heads)).exp()[:, None]
+    x = inputs.g + given.get("dt_bias", torch.zeros(heads * channels)).view(heads, channels)
+    g = lower_bound * torch.sigmoid(rate * x) if lower_bound else -rate * x.exp().log1p()
+    expected, _ = fla(inputs, chunk_kda, g=g, beta=2 * inputs.beta.float().sigmoid())
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_raw_gates_need_a_rate():
+    inputs = KDA["batch"].inputs()
+    with pytest.raises(ValueError, match="A_log or lower_bound"):
+        fla(inputs, chunk_kda, use_gate_in_kernel=True)
+    with pytest.raises(ValueError, match="need A_log"):
+        CHANNELS(inputs, lower_bound=-5.0)
+    with pytest.raises(ValueError, match="A_log must have shape"):
+        CHANNELS(inputs, A_log=torch.zeros(7))
 
 
 def test_fla_drop_in_takes_hints():
@@ -360,20 +392,17 @@ def test_fla_drop_in_takes_hints():
     assert torch.equal(state, DELTA(inputs).final_states.mT)
 
 
-REFUSED = {
-    "use_beta_sigmoid_in_kernel": True,
-    "allow_neg_eigval": True,
-    "use_gate_in_kernel": True,
-    "A_log": torch.zeros(2),
-    "dt_bias": torch.zeros(2),
-}
+REFUSED = {"A_log": torch.zeros(2), "dt_bias": torch.zeros(2)}
 
 
 @BOTH
 def test_fla_drop_in_refuses_by_name(function):
     _, inputs = gdn_or_kda(function)
-    other = "return_intermediate_states" if function is chunk_kda else "head_first"
-    for name in (*REFUSED, "cp_context", other):
+    others = ("return_intermediate_states",)
+    if function is not chunk_kda:
+        in_kernel = "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"
+        others = ("head_first", *in_kernel)
+    for name in (*REFUSED, "cp_context", *others):
         with pytest.raises(UnsupportedError, match=f"no {name}"):
             fla(inputs, function, **{name: REFUSED.get(name, True)})
     with pytest.raises(TypeError, match="unheard_of"):

@@ -15,6 +15,7 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.fused import FUSED, KDAPortableConfig, plan
 from ssdprof.kernels.kda.hopper import launch
+from ssdprof.kernels.kda.inputs import RawKDAInputs
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 
 GATES = ("generated", "saturated", "bound", "none", "cuts", "one channel")
@@ -114,6 +115,38 @@ def test_every_gate_on_hopper(kernel: Target, case):
     sizes = dict(seqlen=64, dtype=BF16) | kernel.sizes | case
     inputs = KDACase(**sizes, device=device).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)
+
+
+def with_raw_gates(inputs, lower_bound: float | None) -> RawKDAInputs:
+    """The inputs with other gates: raw ones in q's dtype, from -13 to 13 with their biases.  The
+    rates are 1/50, 1 and 3, by head.
+    """
+    of_head = dict(generator=torch.Generator().manual_seed(5))
+    value_heads, key_dim = inputs.gate_shape[2:]
+    A_log = torch.tensor([-4.0, 0.0, 1.1]).repeat(value_heads)[:value_heads]
+    raw = 3 * torch.randn(inputs.gate_shape, **of_head)
+    values = dict(
+        g=raw.to(inputs.g.device, inputs.q.dtype),
+        A_log=A_log.to(inputs.g.device),
+        dt_bias=torch.randn(value_heads, key_dim, **of_head).to(inputs.g.device),
+        lower_bound=lower_bound,
+    )
+    return RawKDAInputs(**vars(inputs) | values)
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize(
+    "case", [dict(seqlen=70, values_per_key=2), dict(lengths=(65, 0, 1), initial_states=True)],
+    ids=["batch", "pack"],
+)  # fmt: skip
+@targets("kda fused", emulated=KDA_HOPPER, gpu=("kda fused", *KDA_HOPPER))
+def test_raw_gates_are_those_of_the_formula(kernel: Target, case, lower_bound):
+    """Positions after a sequence's end, where a bias alone would be a gate, do not decay."""
+    device = "cuda" if kernel.device == "cuda" else "cpu"
+    inputs = KDACase(**dict(dtype=BF16) | kernel.sizes | case, device=device).inputs()
+    raw = with_raw_gates(inputs, lower_bound)
+    exact = replace(raw.with_log_gates(), g=changed(raw, Tensor.double, "g").with_log_gates().g)
+    assert_passes(kernel(raw), exact, EXACT)
 
 
 @targets("kda wide", emulated=KDA_HOPPER)

@@ -4,6 +4,9 @@ needs to change one import only.
 Shapes are those of `kda_fused`.  A g above 0 counts as 0; in fla it makes the state grow.
 """
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from ssdprof.kernels.gdn.compat import refuse
@@ -33,30 +36,41 @@ def chunk_kda(
     cp_context: object = None,
     use_graph: bool = False,
     max_num_seqs: int | None = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention with the arguments and the result of fla's `chunk_kda`: (out,
     final_state), where the state is None unless output_final_state is set.
 
-    safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and the
-    keyword chunk_size have no effect: every gate is safe, and the call can run in a CUDA graph.
-    Raises UnsupportedError, which names the option, if use_gate_in_kernel, its keywords A_log and
-    dt_bias, use_beta_sigmoid_in_kernel, allow_neg_eigval, return_intermediate_states or cp_context
-    are set, and TypeError for unknown keywords.
+    use_gate_in_kernel: g has raw gates, of the keywords A_log (HV) and dt_bias (HV * K), each of
+        which may be absent, and of lower_bound (`RawKDAInputs`).
+    use_beta_sigmoid_in_kernel: beta is a logit.  allow_neg_eigval: with it, beta is up to 2.
+
+    safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and the keyword chunk_size
+    have no effect: every gate is safe, and the call can run in a CUDA graph.  Raises ValueError for
+    raw gates with neither A_log nor lower_bound; UnsupportedError, which names the option, if
+    return_intermediate_states or cp_context are set, or A_log or dt_bias without
+    use_gate_in_kernel; and TypeError for unknown keywords.
     """
-    del safe_gate, lower_bound, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
+    del safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
     kwargs.pop("chunk_size", None)
     gate = {name: kwargs.pop(name, None) for name in ("A_log", "dt_bias")}
     if kwargs:
         raise TypeError(f"chunk_kda() got unexpected keyword arguments: {', '.join(kwargs)}")
     refuse(
-        gate,
-        use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
+        {} if use_gate_in_kernel else gate,
         return_intermediate_states=return_intermediate_states,
         cp_context=cp_context,
     )
+    if use_beta_sigmoid_in_kernel:
+        beta = beta.float().sigmoid() * (2.0 if allow_neg_eigval else 1.0)
+    if use_gate_in_kernel:
+        if gate["A_log"] is None:
+            if lower_bound is None:
+                raise ValueError("use_gate_in_kernel needs A_log or lower_bound")
+            gate["A_log"] = torch.zeros(g.shape[2], device=g.device)
+        if gate["dt_bias"] is not None:
+            gate["dt_bias"] = gate["dt_bias"].view(g.shape[2:])
+        gate["lower_bound"] = lower_bound
     out, final_state = kda_fused(
         q,
         k,
@@ -68,5 +82,6 @@ def chunk_kda(
         use_qk_l2norm=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
         state_v_first=state_v_first,
+        **gate,
     )
     return out, final_state if output_final_state else None

@@ -75,7 +75,7 @@ from ssdprof.kernels.kda.hopper.launch import (
     whole_unsupported,
     workspace,
 )
-from ssdprof.kernels.kda.inputs import KDAInputs
+from ssdprof.kernels.kda.inputs import KDAInputs, RawKDAInputs
 from ssdprof.kernels.kda.unfused import (
     add_scores,
     cumulative_log_decays,
@@ -503,6 +503,14 @@ def configured_launch(
     return portable_launch(inputs, precision, config, state_v_first=state_v_first)
 
 
+def _prepare_with_log_gates(variant: Variant, call: FusedCall, config: Any) -> PreparedLaunch:
+    """`Variant.prepare` of a kernel that takes no raw gates: each call computes its log gates
+    first.
+    """
+    launch = variant.prepare(replace(call, inputs=call.inputs.with_log_gates()), config)
+    return lambda inputs: launch(inputs.with_log_gates())
+
+
 PORTABLE = Variant(
     name="portable",
     configure=partial(configured, KDAPortableConfig.choose, "portable"),
@@ -527,8 +535,12 @@ WHOLE_SEQUENCES = Variant(
     ),
     work=_whole_work,
 )
-FUSED = Fused("fused", (RECURRENT, WHOLE_SEQUENCES, HOPPER, PORTABLE), rows=("q", "k", "g", "v"))
-_function = tensor_function(FUSED, KDAInputs)
+of_log_gates, portable = (
+    replace(variant, prepare=partial(_prepare_with_log_gates, variant))
+    for variant in (RECURRENT, PORTABLE)
+)
+FUSED = Fused("fused", (of_log_gates, WHOLE_SEQUENCES, HOPPER, portable), rows=("q", "k", "g", "v"))
+_function = tensor_function(FUSED, RawKDAInputs)
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))
 
@@ -548,6 +560,9 @@ def kda_fused(
     use_qk_l2norm: bool = False,
     cu_seqlens: Tensor | None = None,
     precision: Precision = Precision(),  # noqa: B008
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
     state_v_first: bool = False,
     batch_invariant: bool = False,
 ) -> Output:
@@ -559,6 +574,8 @@ def kda_fused(
 
     q, k: (B, T, H, K)    v: (B, T, HV, V), HV a multiple of H    beta: (B, T, HV)
     g: (B, T, HV, K), natural logarithm of the decay of each channel.  A g above 0 counts as 0.
+    A_log (HV), with or without dt_bias (HV, K) and lower_bound: g is the output of the model's
+        projection, and its gates are those of `RawKDAInputs`; kernels for Hopper GPUs compute them.
     initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first.
     batch_invariant: as in `gdn_fused`.  Without it, one of two kernels runs on Hopper GPUs; the
         choice depends on the sizes, and their bits differ.
@@ -567,6 +584,13 @@ def kda_fused(
 
     Source: Kimi Team 2025 (arXiv:2510.26692).
     """
+    if A_log is None:
+        if dt_bias is not None or lower_bound is not None:
+            raise ValueError("dt_bias and lower_bound need A_log")
+    else:
+        if dt_bias is None:
+            dt_bias = torch.zeros(g.shape[2:], device=g.device)
+        A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
     arguments = dict(
         q=q,
         k=k,
@@ -577,6 +601,9 @@ def kda_fused(
         initial_state=initial_state,
         use_qk_l2norm=use_qk_l2norm,
         cu_seqlens=cu_seqlens,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
     )
     return _function(
         arguments, precision, state_v_first=state_v_first, batch_invariant=batch_invariant

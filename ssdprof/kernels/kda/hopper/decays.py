@@ -26,7 +26,7 @@ from ssdprof.kernels.kda.hopper.prep import (
     HALF,
     between_blocks,
     clamped_decays,
-    decays_of,
+    gated_decays,
     in_turn,
     map_fp32,
     plain,
@@ -182,7 +182,10 @@ def decay_half(env, totals, half, n):
     rings.gates.wait_full(n)
     q = halves_of(rings.query_tile(n)).index(half).load(of_thread)
     k = halves_of(rings.keys.tile(n)).index(half).load(of_thread)
-    a = decays_of(halves_of(rings.gates.tile(n)).index(half).load(of_thread))
+    g = halves_of(rings.gates.tile(n)).index(half).load(of_thread)
+    remaining = env.sequence.length - n * SIZE
+    gate = (env.A_log_ptr, env.dt_bias_ptr, env.head, remaining, env.S.LOWER_BOUND)
+    a = gated_decays(g, gate, half, of_thread)
     arrive(rings.gates.empty_at(n))
     # P, S and T of blocks of 8
     rows = rows_of(a)

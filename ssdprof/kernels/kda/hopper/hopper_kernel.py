@@ -19,6 +19,7 @@ never waits.  The cuts of sequences have no effect on bits.
 
 In:      q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV)
          initial_state (sequences, HV, K, V) | cu_seqlens (sequences + 1)
+         for raw gates A_log (HV), dt_bias (HV, K)
 Between: keys, queries, X (slots, HV, 64, K) | W (slots, HV, 64, 64), all in q's dtype
          ends (slots, HV, K) fp32
          sync int32, zeroed: for each slab and head, the number of programs that have prepared it;
@@ -61,6 +62,8 @@ class KDAEnv:
     ends_ptr: gl.tensor
     initial_ptr: gl.tensor | gl.constexpr
     final_ptr: gl.tensor
+    A_log_ptr: gl.tensor | gl.constexpr
+    dt_bias_ptr: gl.tensor | gl.constexpr
     cu_seqlens_ptr: gl.tensor | gl.constexpr
     prepared_ptr: gl.tensor  # for each slab and head: number of programs that have prepared it
     scanned_ptr: gl.tensor  # for each slab, head and slice of V: whether it is scanned
@@ -243,7 +246,9 @@ def _kda_hopper_kernel(
     strides, seqlen, sequences, slabs, slab_size, behind, scale, S: gl.constexpr,
 ):  # fmt: skip
     """A program prepares one chunk of a slab, or scans the chunks of an earlier slab."""
-    beta_ptr, cu_seqlens_ptr, ends_ptr, initial_ptr, sync_ptr, final_ptr = tensors
+    beta_ptr, cu_seqlens_ptr, A_log_ptr, dt_bias_ptr, ends_ptr, initial_ptr, sync_ptr, final_ptr = (
+        tensors
+    )
     beta_strides, cu_strides = strides
     # a group of programs: first those that prepare a slab, then those that scan an earlier one
     preparing = slab_size * S.HEADS
@@ -260,6 +265,8 @@ def _kda_hopper_kernel(
             ends_ptr,
             initial_ptr,
             final_ptr,
+            A_log_ptr,
+            dt_bias_ptr,
             cu_seqlens_ptr,
             sync_ptr,
             sync_ptr + slabs * S.HEADS,

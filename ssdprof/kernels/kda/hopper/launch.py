@@ -219,6 +219,7 @@ def hopper_launch(
             tensors = (
                 call_inputs.beta,
                 call_inputs.cu_seqlens,
+                *call_inputs.raw_gate[:2],
                 ends,
                 call_inputs.initial_state,
                 sync,
@@ -250,7 +251,12 @@ def whole_launch(
             output = _outputs(call_inputs, strides)
             tiled = call_inputs.q, call_inputs.k, call_inputs.g, call_inputs.v, output.out
             descriptors = (make(tensor) for make, tensor in zip(makers, tiled, strict=True))
-            tensors = call_inputs.beta, call_inputs.cu_seqlens, call_inputs.initial_state
+            tensors = (
+                call_inputs.beta,
+                call_inputs.cu_seqlens,
+                *call_inputs.raw_gate[:2],
+                call_inputs.initial_state,
+            )
             launcher(programs, *descriptors, *tensors, output.final_states)
         return output
 
@@ -315,6 +321,7 @@ def _launcher(
         HEADS=inputs.v.shape[2],
         VALUES_PER_KEY=inputs.values_per_key,
         GATE_BYTES=inputs.g.element_size(),
+        LOWER_BOUND=inputs.raw_gate[2],
         PACKED=inputs.cu_seqlens is not None,
         STATE_STRIDES=(*initial_strides, *final_strides),
         num_warps=WARPS.value,

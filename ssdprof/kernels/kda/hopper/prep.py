@@ -111,6 +111,7 @@ quadrant_layout = gl.constexpr(
 STAGES = {
     "prepare_chunk": "setup", "norm_factors": "qk_l2norm", "decayed_scores": "decayed_scores",
     "products": "decayed_scores", "store_P": "decayed_scores", "decays_of": "gate_cumsum",
+    "gated_decays": "gate_cumsum", "log1p_of": "gate_cumsum",
     "of_doubled_blocks": "gate_cumsum", "between_blocks": "gate_cumsum",
     "store_system": "solve_tril", "inverse_of": "solve_tril", "store_factors": "state_factor",
     "load_betas": "loads", "allocate_inputs": "setup", "load_inputs": "loads",
@@ -158,6 +159,48 @@ def decays_of(g):
         "{.reg .b32 t; mov.b32 t, 0; min.NaN.f32 t, $1, t; ex2.approx.ftz.f32 $0, t;}"
     )
     return map_fp32(code, g.to(gl.float32) * LOG2_E)
+
+
+@gluon.jit
+def log1p_of(t):
+    """ln(1 + t) for t from 0 to 1, with a relative error of at most 2e-6: t times the polynomial of
+    degree 6 that has the values of ln(1 + t) / t at seven Chebyshev nodes.
+    """
+    p = 0.013874485 * t - 0.065590306
+    p = p * t + 0.14829413
+    p = p * t - 0.2345452
+    p = p * t + 0.33097526
+    p = p * t - 0.49985899
+    p = p * t + 0.99999857
+    return p * t
+
+
+@gluon.jit
+def gated_decays(g, gate, half, layout: gl.constexpr):
+    """The decays of half of the channels of a chunk, in the layout of g (i, HALF).
+
+    g: log gates, if `gate` has no A_log; otherwise the output of the projection.
+    gate: A_log and dt_bias, or None each; the head; the number of positions from the chunk's start
+        to the end of the sequence; lower_bound.  Equations: `RawKDAInputs`.  Positions beyond the
+        end, where g is 0, do not decay.
+    """
+    A_log_ptr, dt_bias_ptr, head, remaining, lower_bound = gate
+    if A_log_ptr is None:
+        return decays_of(g)
+    else:
+        o_d = head * DIM + half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+        bias = gl.load(dt_bias_ptr + o_d).to(gl.float32)[None, :]
+        rate = gl.exp2(gl.load(A_log_ptr + head).to(gl.float32) * LOG2_E)
+        raw = g.to(gl.float32) + bias
+        if lower_bound is None:
+            # softplus(x) = max(x, 0) + ln(1 + e^-|x|)
+            t = map_fp32("ex2.approx.ftz.f32 $0, $1;", gl.abs(raw) * -LOG2_E)
+            log_gate = -rate * (gl.maximum(raw, 0.0) + log1p_of(t))
+        else:
+            t = map_fp32("ex2.approx.ftz.f32 $0, $1;", rate * raw * -LOG2_E)
+            log_gate = lower_bound * map_fp32("rcp.approx.ftz.f32 $0, $1;", 1.0 + t)
+        o_i = gl.arange(0, g.shape[0], gl.SliceLayout(1, layout))[:, None]
+        return decays_of(gl.where(o_i < remaining, log_gate, 0.0))
 
 
 @gluon.jit
@@ -576,7 +619,7 @@ def stored(v):
 
 
 @gluon.jit
-def decayed_scores(tiles, q_factors, k_factors, descs, ends_ptr, row, scale):
+def decayed_scores(tiles, q_factors, k_factors, gate, descs, ends_ptr, row, scale):
     """The scores of a chunk in the form of `products`, all of them complete, and shared memory with
     its keys decayed to the chunk's end, (half of K, j, K / 2) in fp16.
 
@@ -586,6 +629,7 @@ def decayed_scores(tiles, q_factors, k_factors, descs, ends_ptr, row, scale):
     at ends_ptr.
 
     q_factors, k_factors: 1 / |q_i| and 1 / |k_i| (CHUNK) in shared memory.
+    gate: that of `gated_decays`.
     """
     keys_desc, queries_desc = descs
     q_tiles, k_tiles, g_tiles = tiles
@@ -606,7 +650,7 @@ def decayed_scores(tiles, q_factors, k_factors, descs, ends_ptr, row, scale):
     )
     for half in range(2):
         q, k = q_tiles.index(half).load(thread_layout), k_tiles.index(half).load(thread_layout)
-        a = decays_of(g_tiles.index(half).load(thread_layout))
+        a = gated_decays(g_tiles.index(half).load(thread_layout), gate, half, thread_layout)
         scores, since_start, to_end, over_chunk = products(
             q, k, a, scores, rows, columns, wide_rows, wide_columns, quarters
         )
@@ -746,8 +790,9 @@ def prepare_chunk(env, tiles, full, sequence, t, place, head):
     # stage decayed_scores: when g is loaded, and all warps have stored the vectors
     mbarrier.wait(full.index(1), 0)
     role_barrier()
+    gate = (env.A_log_ptr, env.dt_bias_ptr, head, sequence.length - t, env.S.LOWER_BOUND)
     scores, at_end = decayed_scores(
-        tiles, q_factors, k_factors, (keys_desc, queries_desc), ends_ptr, row, env.scale
+        tiles, q_factors, k_factors, gate, (keys_desc, queries_desc), ends_ptr, row, env.scale
     )
     of_q, of_k = separated(scores)
     # stage solve_tril: L, P and the inverse

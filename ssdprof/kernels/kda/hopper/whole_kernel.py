@@ -4,6 +4,7 @@ final states is written.
 
 In:    q, k (B, T, H, K) | v (B, T, HV, V) | g (B, T, HV, K) | beta (B, T, HV) | initial_state
        (sequences, HV, K, V) | cu_seqlens (sequences + 1)
+       for raw gates A_log (HV), dt_bias (HV, K)
 Out:   out (B, T, HV, V) | final_states (sequences, HV, K, V) fp32, any strides
 Grid:  (sequences * HV), heads fastest
 Roles: `rings.py`.  Equations: `../fused.py`.  Oracle: `../reference.py`.
@@ -48,6 +49,8 @@ class KDAWhole:
     beta_ptr: gl.tensor  # of the head, and in a batch of the sequence
     initial_ptr: gl.tensor | gl.constexpr
     final_ptr: gl.tensor
+    A_log_ptr: gl.tensor | gl.constexpr
+    dt_bias_ptr: gl.tensor | gl.constexpr
     beta_stride: gl.tensor | gl.constexpr
     sequence: Sequence
     head: gl.tensor
@@ -113,7 +116,7 @@ def _kda_whole_kernel(
     q_desc, k_desc, g_desc, v_desc, out_desc, tensors, strides, seqlen, scale, S: gl.constexpr
 ):
     """All chunks of one sequence and head."""
-    beta_ptr, cu_seqlens_ptr, initial_ptr, final_ptr = tensors
+    beta_ptr, cu_seqlens_ptr, A_log_ptr, dt_bias_ptr, initial_ptr, final_ptr = tensors
     beta_strides, cu_strides = strides
     head = gl.program_id(0) % S.HEADS
     sequence = sequence_at(gl.program_id(0) // S.HEADS, seqlen, cu_seqlens_ptr, cu_strides[0])
@@ -127,6 +130,8 @@ def _kda_whole_kernel(
         beta_ptr + batch * beta_strides[0] + head.to(gl.int64) * beta_strides[2],
         initial_ptr,
         final_ptr,
+        A_log_ptr,
+        dt_bias_ptr,
         beta_strides[1],
         sequence,
         head,
