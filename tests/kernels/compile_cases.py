@@ -26,7 +26,6 @@ from ssdprof.kernels.kda.fused import KDAPortableConfig
 from ssdprof.kernels.kda.fused import portable_launch as kda_portable_launch
 from ssdprof.kernels.kda.hopper.launch import WHOLE_CONFIG, KDAHopperConfig, whole_launch
 from ssdprof.kernels.kda.hopper.launch import hopper_launch as kda_hopper_launch
-from ssdprof.kernels.kda.inputs import KDAInputs, RawKDAInputs
 from ssdprof.kernels.kda.unfused import six_stages as kda_six_stages
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
 from ssdprof.kernels.precision import Precision
@@ -438,20 +437,14 @@ def kda_portable(case: KDACase, **changes):
     kda_portable_launch(inputs, EXACT, config, state_v_first=False)(inputs)
 
 
-def with_raw_gates(inputs: KDAInputs, lower_bound: float | None = None) -> RawKDAInputs:
-    """The inputs with a gate in bf16 that the kernel must compute."""
-    A_log, dt_bias = torch.zeros(inputs.v.shape[2]), torch.zeros(inputs.gate_shape[2:])
-    gate = dict(g=inputs.g.to(BF16), A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
-    return RawKDAInputs(**vars(inputs) | gate)
-
-
-def kda_hopper(case: KDACase, change: Callable[[KDAInputs], KDAInputs] = KDAInputs.with_log_gates):
-    inputs = on_meta(change(case.inputs()))
+def kda_hopper(case: KDACase):
+    inputs = on_meta(case.inputs())
     kda_hopper_launch(inputs, KDAHopperConfig.choose(inputs), state_v_first=False)(inputs)
 
 
-def kda_whole(case: KDACase, change: Callable[[KDAInputs], KDAInputs] = KDAInputs.with_log_gates):
-    inputs = on_meta(change(case.inputs()))
+def kda_whole(case: KDACase, gates: torch.dtype = FP32):
+    inputs = on_meta(case.inputs())
+    inputs = replace(inputs, g=inputs.g.to(gates))
     whole_launch(inputs, WHOLE_CONFIG, state_v_first=False)(inputs)
 
 
@@ -489,21 +482,18 @@ KDA_HOPPER = each(
         "kimi, batch": KIMI.but(batch=70),
         "kimi packed fp16": KIMI.but(**GDN_PACK, dtype=FP16),
         "V 64, grouped": KIMI.but(value_dim=64, key_heads=1, values_per_key=2, initial_states=True),
-        "raw gates": (KIMI, with_raw_gates),
-        "raw bounded gates": (KIMI, partial(with_raw_gates, lower_bound=-5.0)),
-        "raw gates, fp16": (KIMI.but(**GDN_PACK, dtype=FP16), with_raw_gates),
+        "raw gates": KIMI.but(gates="raw"),
+        "raw bounded gates": KIMI.but(gates="raw, bounded"),
+        "raw gates, fp16": KIMI.but(**GDN_PACK, dtype=FP16, gates="raw"),
     },
 ) | each(
     kda_whole,
     {
         "whole": KIMI,
         "whole, packed, grouped": KIMI.but(**GDN_PACK, values_per_key=2),
-        "whole, bf16 gates": (
-            KIMI.but(batch=70),
-            lambda inputs: replace(inputs, g=inputs.g.to(BF16)),
-        ),
-        "whole, raw gates": (KIMI, with_raw_gates),
-        "whole, raw bounded gates": (KIMI, partial(with_raw_gates, lower_bound=-5.0)),
+        "whole, bf16 gates": (KIMI.but(batch=70), BF16),
+        "whole, raw gates": (KIMI.but(gates="raw"), BF16),
+        "whole, raw bounded gates": (KIMI.but(gates="raw, bounded"), BF16),
     },
 )
 KDA_TOKEN = KIMI.but(batch=2, seqlen=1, initial_states=True)

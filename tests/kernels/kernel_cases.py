@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ssdprof.kernels.gdn.inputs import GDNInputs
-from ssdprof.kernels.kda.inputs import KDAInputs
+from ssdprof.kernels.kda.inputs import KDAInputs, RawKDAInputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs
 
@@ -161,7 +161,7 @@ class KDACase(GDNCase):
     """gates: "generated", each channel uniform up to 2 `gate`; "saturated", far below what fp32
     holds in places; "bound",
     -5 in every position; "none"; "cuts", some -inf; "one channel", of which one is kept and the
-      others are forgotten.
+      others are forgotten; "raw" and "raw, bounded", in `dtype`, with rates of 1/50, 1 and 3.
     """
 
     gates: str = "generated"
@@ -170,6 +170,15 @@ class KDACase(GDNCase):
         plain = super().inputs()
         generator = torch.Generator(self.device).manual_seed(self.seed + 1)
         shape = (*plain.v.shape[:3], self.key_dim)
+        if self.gates.startswith("raw"):
+            normal = partial(torch.randn, generator=generator, device=self.device)
+            gate = dict(
+                g=(3 * normal(shape)).to(self.dtype),
+                A_log=torch.tensor([-4.0, 0.0, 1.1] * shape[2], device=self.device)[: shape[2]],
+                dt_bias=normal(shape[2:]),
+                lower_bound=-5.0 if self.gates == "raw, bounded" else None,
+            )
+            return RawKDAInputs(**vars(plain) | gate | overrides)
         g = -2 * self.gate * torch.rand(shape, generator=generator, device=self.device)
         g = {
             "generated": lambda: g,

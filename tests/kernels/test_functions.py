@@ -349,33 +349,27 @@ def test_kda_drop_in_takes_hints():
     assert torch.equal(fla(inputs, chunk_kda, **hints)[0], CHANNELS(inputs).out)
 
 
-@pytest.mark.parametrize(
-    ("A_log", "dt_bias", "lower_bound"),
-    [(True, True, None), (True, False, None), (True, True, -5.0), (False, True, -5.0)],
-)
-def test_kda_drop_in_takes_raw_gates_and_betas(A_log, dt_bias, lower_bound):
-    """A_log is 0, and dt_bias is 0, where they are not given."""
-    inputs = KDA["batch"].inputs()
-    *_, heads, channels = inputs.g.shape
-    given = dict(A_log=torch.linspace(-1, 1, heads)) if A_log else {}
-    given |= dict(dt_bias=torch.linspace(-2, 2, heads * channels)) if dt_bias else {}
-    raw = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
-    out, _ = fla(inputs, chunk_kda, lower_bound=lower_bound, **raw, **given)
-    rate = given.get("A_log", torch.zeros(heads)).exp()[:, None]
-    x = inputs.g + given.get("dt_bias", torch.zeros(heads * channels)).view(heads, channels)
-    g = lower_bound * torch.sigmoid(rate * x) if lower_bound else -rate * x.exp().log1p()
-    expected, _ = fla(inputs, chunk_kda, g=g, beta=2 * inputs.beta.float().sigmoid())
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("bounded", [False, True])
+def test_kda_drop_in_takes_raw_gates_and_betas(bounded):
+    """A bounded gate needs no A_log, an unbounded one no dt_bias."""
+    raw = KDA["batch"].but(gates="raw, bounded" if bounded else "raw").inputs()
+    gate = dict(lower_bound=-5.0, dt_bias=raw.dt_bias.flatten()) if bounded else {}
+    gate |= {} if bounded else dict(A_log=raw.A_log)
+    absent = "A_log" if bounded else "dt_bias"
+    options = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
+    out, _ = fla(raw, chunk_kda, **options, **gate)
+    zeros = {absent: torch.zeros_like(getattr(raw, absent))}
+    plain = replace(raw, beta=2 * raw.beta.float().sigmoid(), **zeros).with_log_gates()
+    assert torch.equal(out, CHANNELS(plain).out)
 
 
 def test_raw_gates_need_a_rate():
     inputs = KDA["batch"].inputs()
     with pytest.raises(ValueError, match="A_log or lower_bound"):
         fla(inputs, chunk_kda, use_gate_in_kernel=True)
-    with pytest.raises(ValueError, match="need A_log"):
-        CHANNELS(inputs, lower_bound=-5.0)
-    with pytest.raises(ValueError, match="A_log must have shape"):
-        CHANNELS(inputs, A_log=torch.zeros(7))
+    for message, gate in ("need A_log", {"lower_bound": -5.0}), ("shape", {"A_log": torch.ones(7)}):
+        with pytest.raises(ValueError, match=message):
+            CHANNELS(inputs, **gate)
 
 
 def test_fla_drop_in_takes_hints():

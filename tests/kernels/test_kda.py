@@ -15,7 +15,6 @@ from ssdprof.kernels.gdn.inputs import GDNInputs
 from ssdprof.kernels.gdn.reference import gdn_recurrence
 from ssdprof.kernels.kda.fused import FUSED, KDAPortableConfig, plan
 from ssdprof.kernels.kda.hopper import launch
-from ssdprof.kernels.kda.inputs import RawKDAInputs
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 
 GATES = ("generated", "saturated", "bound", "none", "cuts", "one channel")
@@ -95,7 +94,7 @@ def test_every_gate(kernel: Target, gates, dtype):
     assert_passes(kernel(inputs), inputs, EXACT)
 
 
-# of the kernels for Hopper GPUs; the last two have several slabs, which hand their states on, and
+# of the kernels for Hopper GPUs; two of them have several slabs, which hand their states on, and
 # rings that turn more than once
 HOPPER_CASES = [
     dict(seqlen=70, key_heads=2, value_dim=128), dict(gates="saturated"),
@@ -103,6 +102,9 @@ HOPPER_CASES = [
     dict(gates="cuts", lengths=(65, 0, 1, 30), initial_states=True),
     dict(gates="one channel", values_per_key=2), dict(dtype=FP16, initial_states=True),
     dict(seqlen=330, batch=2), dict(lengths=(200, 0, 1, 130), initial_states=True),
+    # whose bias alone would be a gate after a sequence's end
+    dict(gates="raw", seqlen=70, values_per_key=2), dict(gates="raw", lengths=(65, 0, 1)),
+    dict(gates="raw, bounded", seqlen=40, batch=2),
 ]  # fmt: skip
 
 
@@ -114,39 +116,7 @@ def test_every_gate_on_hopper(kernel: Target, case):
     device = "cuda" if kernel.device == "cuda" else "cpu"
     sizes = dict(seqlen=64, dtype=BF16) | kernel.sizes | case
     inputs = KDACase(**sizes, device=device).inputs()
-    assert_passes(kernel(inputs), inputs, EXACT)
-
-
-def with_raw_gates(inputs, lower_bound: float | None) -> RawKDAInputs:
-    """The inputs with other gates: raw ones in q's dtype, from -13 to 13 with their biases.  The
-    rates are 1/50, 1 and 3, by head.
-    """
-    of_head = dict(generator=torch.Generator().manual_seed(5))
-    value_heads, key_dim = inputs.gate_shape[2:]
-    A_log = torch.tensor([-4.0, 0.0, 1.1]).repeat(value_heads)[:value_heads]
-    raw = 3 * torch.randn(inputs.gate_shape, **of_head)
-    values = dict(
-        g=raw.to(inputs.g.device, inputs.q.dtype),
-        A_log=A_log.to(inputs.g.device),
-        dt_bias=torch.randn(value_heads, key_dim, **of_head).to(inputs.g.device),
-        lower_bound=lower_bound,
-    )
-    return RawKDAInputs(**vars(inputs) | values)
-
-
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-@pytest.mark.parametrize(
-    "case", [dict(seqlen=70, values_per_key=2), dict(lengths=(65, 0, 1), initial_states=True)],
-    ids=["batch", "pack"],
-)  # fmt: skip
-@targets("kda fused", emulated=KDA_HOPPER, gpu=("kda fused", *KDA_HOPPER))
-def test_raw_gates_are_those_of_the_formula(kernel: Target, case, lower_bound):
-    """Positions after a sequence's end, where a bias alone would be a gate, do not decay."""
-    device = "cuda" if kernel.device == "cuda" else "cpu"
-    inputs = KDACase(**dict(dtype=BF16) | kernel.sizes | case, device=device).inputs()
-    raw = with_raw_gates(inputs, lower_bound)
-    exact = replace(raw.with_log_gates(), g=changed(raw, Tensor.double, "g").with_log_gates().g)
-    assert_passes(kernel(raw), exact, EXACT)
+    assert_passes(kernel(inputs), inputs.with_log_gates(), EXACT)
 
 
 @targets("kda wide", emulated=KDA_HOPPER)
@@ -175,7 +145,7 @@ MANY = dict(key_heads=64, values_per_key=2)
 WHOLE = [
     (dict(batch=4), True), (dict(batch=5), False), (dict(batch=5, seqlen=2048), True),
     (dict(batch=8), True), (dict(), False),
-    (MANY | dict(initial_states=True), True), (MANY | dict(seqlen=64), True),
+    (MANY | dict(initial_states=True), True), (MANY | dict(seqlen=64, gates="raw"), True),
     (MANY | dict(dtype=FP16), False), (MANY | dict(value_dim=64), False),
     (MANY | dict(lengths=(400, 0, 300), initial_states=True), True),
     (dict(lengths=(256,) * 4), False),  # of which one might be nearly all

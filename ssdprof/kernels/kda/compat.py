@@ -38,18 +38,15 @@ def chunk_kda(
     max_num_seqs: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Kimi Delta Attention with the arguments and the result of fla's `chunk_kda`: (out,
-    final_state), where the state is None unless output_final_state is set.
+    """Kimi Delta Attention: (out, final_state), with the state None without output_final_state.
 
-    use_gate_in_kernel: g has raw gates, of the keywords A_log (HV) and dt_bias (HV * K), each of
-        which may be absent, and of lower_bound (`RawKDAInputs`).
-    use_beta_sigmoid_in_kernel: beta is a logit.  allow_neg_eigval: with it, beta is up to 2.
+    use_gate_in_kernel: g has raw gates (`RawKDAInputs`), with the keywords A_log (HV), which may be
+        absent if lower_bound is given and then is 0, and dt_bias (HV * K), 0 if absent.
+    use_beta_sigmoid_in_kernel: beta is a logit; allow_neg_eigval: then it is up to 2.
 
-    safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and the keyword chunk_size
-    have no effect: every gate is safe, and the call can run in a CUDA graph.  Raises ValueError for
-    raw gates with neither A_log nor lower_bound; UnsupportedError, which names the option, if
-    return_intermediate_states or cp_context are set, or A_log or dt_bias without
-    use_gate_in_kernel; and TypeError for unknown keywords.
+    safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and chunk_size have no
+    effect.  Raises UnsupportedError for return_intermediate_states, cp_context, A_log or dt_bias
+    without raw gates, ValueError for raw gates without a rate, and TypeError for unknown keywords.
     """
     del safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
     kwargs.pop("chunk_size", None)
@@ -64,19 +61,10 @@ def chunk_kda(
     if use_beta_sigmoid_in_kernel:
         beta = beta.float().sigmoid() * (2.0 if allow_neg_eigval else 1.0)
     if use_gate_in_kernel:
-        if gate["A_log"] is None:
-            if lower_bound is None:
-                raise ValueError("use_gate_in_kernel needs A_log or lower_bound")
-            gate["A_log"] = torch.zeros(g.shape[2], device=g.device)
-        if gate["dt_bias"] is not None:
-            gate["dt_bias"] = gate["dt_bias"].view(g.shape[2:])
-        gate["lower_bound"] = lower_bound
+        gate = _raw_gate(g, lower_bound=lower_bound, **gate)
+    tokens = q, k, v, g, beta
     out, final_state = kda_fused(
-        q,
-        k,
-        v,
-        g,
-        beta,
+        *tokens,
         scale=scale,
         initial_state=initial_state,
         use_qk_l2norm=use_qk_l2norm_in_kernel,
@@ -85,3 +73,16 @@ def chunk_kda(
         **gate,
     )
     return out, final_state if output_final_state else None
+
+
+def _raw_gate(
+    g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
+) -> dict[str, Any]:
+    """The arguments of `kda_fused` for the gates of fla's arguments."""
+    if A_log is None:
+        if lower_bound is None:
+            raise ValueError("use_gate_in_kernel needs A_log or lower_bound")
+        A_log = torch.zeros(g.shape[2], device=g.device)
+    if dt_bias is not None:
+        dt_bias = dt_bias.view(g.shape[2:])
+    return dict(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
