@@ -6,7 +6,7 @@ positions, sequence after sequence.  Each operator has a chunked form, which com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -104,8 +104,33 @@ def blocks_of(
             if inputs.state_every:
                 row = state_row(inputs, piece.batch, piece.start) if piece.length else None
             for part in piece.cut(block):
-                out, state = evaluate(inputs, part, dtype, state)
+                out, state = _evaluated(evaluate, inputs, part, dtype, state)
                 yield part, out, state, row if part.stop == piece.stop else None
+
+
+def _evaluated(
+    evaluate: Evaluate, inputs: Inputs, span: Span, dtype: torch.dtype, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The result of `evaluate`, in which no NaN reaches earlier positions.
+
+    Inside a chunk it would: the causal mask multiplies later positions by zero.  If out is not
+    finite, the span is evaluated again in pieces.  A new one begins at each position with NaN or
+    infinity in an input that follows a position without them.  Waits for the device.
+    """
+    out, state_after = evaluate(inputs, span, dtype, state)
+    if bool(out.isfinite().all()):
+        return out, state_after
+    faulty = torch.zeros(span.length, dtype=torch.bool, device=inputs.device)
+    for name, tensor in inputs.tensors.items():
+        if tensor.ndim > 2 and name != inputs.STATES:  # (b, l, ...)
+            faulty |= ~span.of(tensor).isfinite().flatten(1).all(1)
+    begins = (faulty[1:] & ~faulty[:-1]).nonzero()[:, 0] + 1
+    outs = []
+    for start, stop in pairwise([0, *begins.tolist(), span.length]):
+        piece = replace(span, start=span.start + start, stop=span.start + stop)
+        out, state = evaluate(inputs, piece, dtype, state)
+        outs.append(out)
+    return torch.cat(outs), state
 
 
 def state_row(inputs: Inputs, batch: int, position: int) -> int:

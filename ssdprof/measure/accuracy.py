@@ -17,7 +17,8 @@ ever in memory as a whole, in their own dtype.
 
 Sums and comparisons are in fp64.  A difference of two fp32, fp16 or bf16 numbers is then exact
 unless their exponents are more than 29 binary digits apart, so the comparator's own rounding does
-not affect a result.  The host does not wait for the device before `result`.
+not affect a result.  The host waits for the device once for each block, of which the oracle looks
+whether it is finite, and in `result`.
 
 Shapes in this module: b is the batch, l the positions, h the heads.
 """
