@@ -124,11 +124,10 @@ def _evaluated(
     for name, tensor in inputs.tensors.items():
         if tensor.ndim > 2 and name != inputs.STATES:  # (b, l, ...)
             faulty |= ~span.of(tensor).isfinite().flatten(1).all(1)
-    begins = (faulty[1:] & ~faulty[:-1]).nonzero()[:, 0] + 1
+    begins = (faulty[1:] & ~faulty[:-1]).nonzero()[:, 0] + span.start + 1
     outs = []
-    for start, stop in pairwise([0, *begins.tolist(), span.length]):
-        piece = replace(span, start=span.start + start, stop=span.start + stop)
-        out, state = evaluate(inputs, piece, dtype, state)
+    for start, stop in pairwise([span.start, *begins.tolist(), span.stop]):
+        out, state = evaluate(inputs, replace(span, start=start, stop=stop), dtype, state)
         outs.append(out)
     return torch.cat(outs), state
 

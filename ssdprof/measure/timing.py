@@ -87,9 +87,10 @@ class CudaTimer:
         """The CUDA graph of a call, and the output that every replay writes.
 
         The graph is captured after one call on another stream, as CUDA needs.  Graphs share their
-        workspace until `reallocate` is called.
+        workspace until `reallocate` is called, or a capture fails.
 
-        Raises CallError if the call cannot be captured, and torch.OutOfMemoryError.
+        Raises CallError if a call raises an error or cannot be captured, torch.OutOfMemoryError,
+        and what `refuse_if_interrupted` raises.
         """
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         graph = torch.cuda.CUDAGraph()
@@ -168,13 +169,13 @@ def new_events() -> Events:
     return _Event(enable_timing=True), _Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def elapsed_us(work: Callable[[], object], events: Events | None = None) -> float:
-    """The time on the current stream, in microseconds, from before `work` is called to the end of
-    the work that it enqueues.  Waits for that end.
+def elapsed_us(enqueue: Callable[[], object], events: Events | None = None) -> float:
+    """The time on the current stream, in microseconds, from before `enqueue` is called to the end
+    of the work that it enqueues there.  Waits for that end.
     """
     start, stop = events or new_events()
     _record(start, _current_stream())
-    work()
+    enqueue()
     _record(stop, _current_stream())
     _wait(stop)
     return 1e3 * float(_elapsed_ms(start, stop))
@@ -241,8 +242,8 @@ def time_in_turns(
 class _Turns:
     """Samples runs in turns.
 
-    graphs: the latest CUDA graph of each run, and the output that its replays write; empty if only
-        call times are taken.
+    graphs: the latest CUDA graph of each run that can be timed, and the output that its replays
+        write; empty if only call times are taken.
     untimed: for each run that cannot be timed, the fields of its case that say why.
     """
 
