@@ -64,11 +64,8 @@ def test_the_numbers_are_those_of_a_dense_computation():
     assert band.perplexity_increase_pct == pytest.approx(
         100 * (math.exp(losses[1] - losses[0]) - 1)
     )
-    assert (
-        band.perplexity_interval_pct[0]
-        < band.perplexity_increase_pct
-        < band.perplexity_interval_pct[1]
-    )
+    low, high = band.perplexity_interval_pct
+    assert low < band.perplexity_increase_pct < high
 
 
 def test_a_divergence_below_the_rounding_of_fp32_is_a_number():
