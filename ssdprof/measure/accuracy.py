@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -598,13 +599,9 @@ def _finite_or_none(ratio: float) -> float | None:
     return ratio if math.isfinite(ratio) else None
 
 
-def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+def unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The position in a tensor of this shape of a row-major index."""
-    position = []
-    for size in reversed(shape):
-        index, coordinate = divmod(index, size)
-        position.append(coordinate)
-    return tuple(reversed(position))
+    return tuple(map(int, np.unravel_index(index, shape)))
 
 
 # --- outputs

@@ -208,7 +208,7 @@ class Room:
 
     pool_run: calls the implementation on a pool.
     by_call: whether each call of a `Chain` is judged, too, as if it were alone.
-    calls: the number of calls so far, with a refused or wrong one.
+    calls: the number of calls so far, a refused or wrong one included.
     harmless: the number of those that returned the pool and `out` in its form, and left alone what
         they must.
     latest: the latest call; a copy of its pool before it, with the layout (`packed`); and its

@@ -185,7 +185,7 @@ def elapsed_us(enqueue: Callable[[], object], events: Events | None = None) -> f
 
 
 def record(process: str, clock: Clock, sampled: Recordings) -> Samples:
-    """The samples of a case, to five significant digits, the resolution of the clocks.
+    """The samples of a case, rounded to five significant digits: by at most 0.005 %.
 
     process: the name of this process.  sampled: microseconds.
     """

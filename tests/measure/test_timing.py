@@ -81,7 +81,7 @@ def test_calls_and_replays_of_all_take_turns_in_recordings_placed_anew():
     assert (device.process, device.clock, device.us) == ("one", "device", ((100.0,) * 5,) * 2)
 
 
-def test_samples_have_the_resolution_of_the_clocks():
+def test_samples_have_five_digits():
     assert record("one", "call", [np.array([123.45678]), np.array([0.0123456])]).us == (
         (123.46,),
         (0.012346,),
