@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +84,12 @@ def initial_states(inputs: Inputs, dtype: torch.dtype) -> Tensor:
 
 
 def blocks_of(
-    evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
+    evaluate: Evaluate,
+    inputs: Inputs,
+    dtype: torch.dtype = torch.float64,
+    *,
+    block: int = 2048,
+    may_wait: bool = True,
 ) -> Iterator[Block]:
     """The output in blocks of at most `block` positions, in order, sequence after sequence.
 
@@ -91,9 +97,14 @@ def blocks_of(
     its final state; blocks also end where `state_every` wants a state.  With `state_every`, an
     empty sequence has no state among the final states, and its block names no row.
 
+    may_wait: whether the host may wait for the device after each block, to look for NaN.  Else NaN
+        reaches earlier positions of its chunk.
+
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <=
     ... = length.
     """
+    if may_wait:
+        evaluate = partial(_causal, evaluate)
     states = initial_states(inputs, dtype)
     for span in spans_of(inputs):
         state = states[span.sequence]
@@ -104,11 +115,11 @@ def blocks_of(
             if inputs.state_every:
                 row = state_row(inputs, piece.batch, piece.start) if piece.length else None
             for part in piece.cut(block):
-                out, state = _evaluated(evaluate, inputs, part, dtype, state)
+                out, state = evaluate(inputs, part, dtype, state)
                 yield part, out, state, row if part.stop == piece.stop else None
 
 
-def _evaluated(
+def _causal(
     evaluate: Evaluate, inputs: Inputs, span: Span, dtype: torch.dtype, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The result of `evaluate`, in which no NaN reaches earlier positions.
@@ -162,7 +173,9 @@ def joined(
 
 def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
     """Register the oracle as the implementation "reference", which computes in fp64 with torch at
-    every precision, and rounds once.  Returns a function (inputs) -> the output.
+    every precision, and rounds once.  In its output, NaN reaches earlier positions of a chunk.
+
+    Returns a function (inputs) -> the output.
     """
     plan = Plan(
         variant="torch",
@@ -172,7 +185,9 @@ def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
     )
 
     def run(inputs: Inputs, _precision: object = None) -> Output:
-        return joined(inputs, blocks_of(evaluate, inputs), inputs.values.dtype, torch.float32)
+        # without a wait, so that a CUDA graph can capture it
+        blocks = blocks_of(evaluate, inputs, may_wait=False)
+        return joined(inputs, blocks, inputs.values.dtype, torch.float32)
 
     register(
         Implementation(
