@@ -211,10 +211,11 @@ def time_in_turns(
     clock, or the reason why it has no times.
 
     check: checks the outputs of replays and of calls, after all samples are taken; not called if
-        only call times are taken.  None: nothing is checked.
+        only call times are taken.  None: nothing is checked, the device times neither (`unseen`).
     change: called with True before each sample, to change the numbers in the inputs, and with False
         before the checks, to restore them.
     process: the name of this process in the samples.
+    clocks: those by which samples are taken.
     Raises MissingCapabilityError, with the key, if a fault in a run made the GPU unusable, and
     torch.OutOfMemoryError if a call of a run, or its check, does not fit in memory.
     """
