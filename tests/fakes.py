@@ -29,7 +29,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.first_run import Call, Run
-from ssdprof.measure.sampling import Recordings, SamplingPlan
+from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CallError, CudaTimer
 from ssdprof.operators.generate import Cell, Shape, Tokens
 from ssdprof.operators.ssd import OPERATOR as SSD
@@ -83,7 +83,7 @@ class FakeTimer(CudaTimer):
         self.spoil(name, output)
         return float(cost)
 
-    def unseen(self, _run: Run, _samples: Recordings) -> str:
+    def unseen(self, *_: object) -> str:
         return ""
 
     def call_us(self, run: Run) -> float:

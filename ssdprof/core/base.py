@@ -174,8 +174,8 @@ class Probe(Record):
     """The result of testing a law, which every correct kernel obeys (measure/laws.py).
 
     name: of the law.
-    detail: the first position that broke the law, the reason why the law was not tested or is not
-        applicable, or the limits within which it holds.
+    detail: if the law is broken, what is wrong, and where; if it was not tested or is not
+        applicable, the reason; if it holds, the limits within which it does, or empty.
     """
 
     name: Text

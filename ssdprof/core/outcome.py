@@ -162,8 +162,9 @@ class Outcome:
     answers: the cases of the model's answers that gates apply to.
     answers_failed: the answers that did not pass or break a condition.
     faulty: the cases that failed or were refused, and the answers that failed.
-    passed: whether all requested cases were compared and passed, and all conditions hold; False if
-        nothing was compared.
+    passed: whether the report is complete, nothing is `missing` or `faulty`, and all conditions
+        hold; False if nothing was compared.  What was left out by name only breaks conditions on
+        speed.
     """
 
     def __init__(self, report: Report) -> None:

@@ -107,7 +107,7 @@ class CasePair:
     @property
     def apart(self) -> tuple[str, ...]:
         """The reasons why neither times, nor speedups, nor errors were compared; empty if one of
-        them was, and for prefills that have no times.
+        them was, and for comparable prefills without times.
         """
         if self.base is None or self.new is None:
             return (self.verdict,)

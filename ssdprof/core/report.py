@@ -49,8 +49,8 @@ _LEFT_OUT = ("--out", "--decode-states", "--implementations", "--against", "--bu
 class LeftOut(Record):
     """Requested cases that were not begun.
 
-    case_key: the key of the cases, or the common start of their keys; of a tuning, the search in
-        words.
+    case_key: the key of the cases, or its words up to a comma, which they have in common; of a
+        tuning, the search in words.
     implementations: those that were left out; empty if all were.
     """
 
@@ -281,7 +281,8 @@ class Report(Record):
         """The case that a case is compared with; None if there is none.
 
         It is of the case's baseline and has the same key.  For generated inputs it is the fastest
-        such case; cases of libraries and of the baseline itself have none there.  Otherwise it is
+        such case that was timed; cases of libraries and of the baseline itself have none there.
+        Otherwise it is
         the one with exact intermediates and equal states, or else the first one, unless that is the
         case itself.
 
@@ -315,7 +316,8 @@ class Report(Record):
 
         It follows from the device times of the operator in one layer alone.  If these calls take
         the share f of the baseline's prefill, and the operator has the speedup s, then the
-        prediction is 1 / (1 - f + f / s).  None if a time is missing, or if that is not positive.
+        prediction is 1 / (1 - f + f / s).  None if a time is missing, or if the prediction is not
+        positive.
         """
         base = self.baseline_of(case)
         if not (base and base.call_us and isinstance(case.task, Prefill)):
@@ -400,7 +402,7 @@ class Report(Record):
 
         def is_left_out(case_key: str, implementation: str) -> bool:
             return any(
-                case_key.startswith(cases.case_key)
+                f"{case_key}, ".startswith(f"{cases.case_key}, ")
                 and (not cases.implementations or implementation in cases.implementations)
                 for cases in left_out
             )

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 RecordedTimes = Sequence[Sequence[float]] | Sequence[NDArray[np.float64]]
 Faster = Literal["faster", "slower", "no difference"]
 
-# 97.5 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom
+# 97.5 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom: as many as a case
+# has recordings (`SamplingPlan.max_recordings`).  It has fewer processes.
 _T = (
     12.706,
     4.303,
@@ -94,7 +95,7 @@ def ratio(baseline: RecordedTimes, other: RecordedTimes) -> Estimate:
 
 def of_processes(estimates: Sequence[Estimate], spread: float | None = None) -> Estimate:
     """The geometric mean of the estimates of several processes, with Student's t interval over
-    processes.  A single estimate is returned as it is.
+    processes.  A single estimate is returned as it is.  There are at most 17.
 
     spread: the standard deviation of logarithms that is expected between processes; None if it is
         not known.  It counts as `_SPREAD_FREEDOM` more degrees of freedom (moderated t: Smyth 2004,
@@ -139,8 +140,8 @@ def mean(ratios: Sequence[Estimate]) -> Estimate:
 def exponent(steps: Sequence[int], values: Sequence[float]) -> Estimate | None:
     """The exponent p of values that grow as steps^p; None for fewer than three points.
 
-    It is the slope of log(value) over log(step) by least squares, with Student's t interval from
-    the residuals.
+    There are at most 22 points, and all values are above 0.  It is the slope of log(value) over
+    log(step) by least squares, with Student's t interval from the residuals.
     """
     if len(steps) < 3:
         return None
@@ -156,8 +157,8 @@ def exponent(steps: Sequence[int], values: Sequence[float]) -> Estimate | None:
 def settled(samples: Iterable[RecordedTimes], smallest_difference: float) -> bool:
     """Whether more recordings would hardly change the verdict on any pair of implementations.
 
-    samples: of each implementation, at least two recordings each.  True for a single one.  See
-        `_decided`.
+    samples: of each implementation, at least two recordings each.  True for a single
+        implementation.  See `_decided`.
     """
     medians = [_medians(recordings) for recordings in samples]
     ratios = [first / second for first, second in combinations(medians, 2)]

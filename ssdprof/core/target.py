@@ -43,7 +43,7 @@ class Dims(Record):
     """The sizes of one call.
 
     chunk_size: positions per chunk of the model's algorithm; None if it has no chunks.
-    dtype: of the inputs that have an axis of positions.
+    dtype: of the model's activations, such as x or q.  Other inputs may be in fp32.
     sizes: the operator's name of a size, such as "nheads" -> the size.
     words: the sizes for people: "80 heads x 64, state 128".
     """
@@ -94,7 +94,7 @@ class CallRef(Record):
     def of_server(self) -> str:
         """The forward pass and the rank of a recorded call: ", pass 2 of 5, rank 1".
 
-        Each is left out if it is not known or there is only one.
+        The pass is left out if there is only one, the rank if it is not known.
         """
         forward_pass = "" if self.count == 1 else f", pass {self.number:,} of {self.count:,}"
         return forward_pass if self.rank is None else f"{forward_pass}, rank {self.rank}"
@@ -135,7 +135,8 @@ class Serving(Record):
     decode: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
 
     def calls(self, seqlen: int, batch: int = 1) -> tuple[CallRef | None, ...]:
-        """The calls of one layer's operator on a prompt of `seqlen` tokens.
+        """The calls of one layer's operator on a prompt of `seqlen` tokens, without that of
+        `drafted_call`.
 
         None stands for a call on the whole prompt.
         """
@@ -371,8 +372,8 @@ class LayerCapture(Record):
     @property
     def whole(self) -> bool:
         """Whether the call is on a whole prompt or on packed sequences, and no chunk or decode step
-        of a model.  All calls that a server recorded count as packed, those on a batch of drafted
-        tokens, too.
+        of a model, and not on its drafted tokens.  All calls that a server recorded count as
+        packed, also those on a batch of drafted tokens.
         """
         return self.call is None or self.call.kind == "packed"
 

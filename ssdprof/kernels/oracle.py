@@ -6,7 +6,8 @@ positions, sequence after sequence.  Each operator has a chunked form, which com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +84,12 @@ def initial_states(inputs: Inputs, dtype: torch.dtype) -> Tensor:
 
 
 def blocks_of(
-    evaluate: Evaluate, inputs: Inputs, dtype: torch.dtype = torch.float64, *, block: int = 2048
+    evaluate: Evaluate,
+    inputs: Inputs,
+    dtype: torch.dtype = torch.float64,
+    *,
+    block: int = 2048,
+    may_wait: bool = True,
 ) -> Iterator[Block]:
     """The output in blocks of at most `block` positions, in order, sequence after sequence.
 
@@ -91,9 +97,14 @@ def blocks_of(
     its final state; blocks also end where `state_every` wants a state.  With `state_every`, an
     empty sequence has no state among the final states, and its block names no row.
 
+    may_wait: whether the host may wait for the device after each block, to look for NaN.  Else NaN
+        reaches earlier positions of its chunk.
+
     Reads the values of cu_seqlens on the host.  Raises ValueError if they are not 0 = c_0 <= c_1 <=
     ... = length.
     """
+    if may_wait:
+        evaluate = partial(_causal, evaluate)
     states = initial_states(inputs, dtype)
     for span in spans_of(inputs):
         state = states[span.sequence]
@@ -106,6 +117,30 @@ def blocks_of(
             for part in piece.cut(block):
                 out, state = evaluate(inputs, part, dtype, state)
                 yield part, out, state, row if part.stop == piece.stop else None
+
+
+def _causal(
+    evaluate: Evaluate, inputs: Inputs, span: Span, dtype: torch.dtype, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The result of `evaluate`, in which no NaN reaches earlier positions.
+
+    Inside a chunk it would: the causal mask multiplies later positions by zero.  If out is not
+    finite, the span is evaluated again in pieces.  A new one begins at each position with NaN or
+    infinity in an input that follows a position without them.  Waits for the device.
+    """
+    out, state_after = evaluate(inputs, span, dtype, state)
+    if bool(out.isfinite().all()):
+        return out, state_after
+    faulty = torch.zeros(span.length, dtype=torch.bool, device=inputs.device)
+    for name, tensor in inputs.tensors.items():
+        if tensor.ndim > 2 and name != inputs.STATES:  # (b, l, ...)
+            faulty |= ~span.of(tensor).isfinite().flatten(1).all(1)
+    begins = (faulty[1:] & ~faulty[:-1]).nonzero()[:, 0] + span.start + 1
+    outs = []
+    for start, stop in pairwise([span.start, *begins.tolist(), span.stop]):
+        out, state = evaluate(inputs, replace(span, start=start, stop=stop), dtype, state)
+        outs.append(out)
+    return torch.cat(outs), state
 
 
 def state_row(inputs: Inputs, batch: int, position: int) -> int:
@@ -138,7 +173,9 @@ def joined(
 
 def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
     """Register the oracle as the implementation "reference", which computes in fp64 with torch at
-    every precision, and rounds once.  Returns a function (inputs) -> the output.
+    every precision, and rounds once.  In its output, NaN reaches earlier positions of a chunk.
+
+    Returns a function (inputs) -> the output.
     """
     plan = Plan(
         variant="torch",
@@ -148,7 +185,9 @@ def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
     )
 
     def run(inputs: Inputs, _precision: object = None) -> Output:
-        return joined(inputs, blocks_of(evaluate, inputs), inputs.values.dtype, torch.float32)
+        # without a wait, so that a CUDA graph can capture it
+        blocks = blocks_of(evaluate, inputs, may_wait=False)
+        return joined(inputs, blocks, inputs.values.dtype, torch.float32)
 
     register(
         Implementation(

@@ -17,7 +17,8 @@ ever in memory as a whole, in their own dtype.
 
 Sums and comparisons are in fp64.  A difference of two fp32, fp16 or bf16 numbers is then exact
 unless their exponents are more than 29 binary digits apart, so the comparator's own rounding does
-not affect a result.  The host does not wait for the device before `result`.
+not affect a result.  The host waits for the device once for each block, of which the oracle looks
+whether it is finite, and in `result`.
 
 Shapes in this module: b is the batch, l the positions, h the heads.
 """
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Generic, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -597,13 +599,9 @@ def _finite_or_none(ratio: float) -> float | None:
     return ratio if math.isfinite(ratio) else None
 
 
-def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+def unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The position in a tensor of this shape of a row-major index."""
-    position = []
-    for size in reversed(shape):
-        index, coordinate = divmod(index, size)
-        position.append(coordinate)
-    return tuple(reversed(position))
+    return tuple(map(int, np.unravel_index(index, shape)))
 
 
 # --- outputs

@@ -47,7 +47,9 @@ def compare_logits(reference: Tensor, candidate: Tensor, targets: Tensor) -> Div
     """
     reference = reference.double().log_softmax(-1)
     candidate = candidate.double().log_softmax(-1)
-    kl = torch.nn.functional.kl_div(candidate, reference, log_target=True, reduction="none").sum(-1)
+    terms = torch.nn.functional.kl_div(candidate, reference, log_target=True, reduction="none")
+    # A token that the reference excludes adds nothing, even where the candidate excludes it, too.
+    kl = terms.masked_fill(reference == -torch.inf, 0.0).sum(-1)
     reference_token = reference.argmax(-1)
     token = candidate.argmax(-1)
 

@@ -169,7 +169,7 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
     causes an error of this size in most heads.
 
     The RMS errors of heads are compared, at the beginning of the longest sequence.  For
-    `final_states`, that must not have more than `MOST_POSITIONS`.
+    `final_states` it is empty if that sequence has more than `MOST_POSITIONS`.
     """
     oracle = operators.get(inputs.operator).oracle
     span = longest_of(inputs)

@@ -484,7 +484,9 @@ def run_and_measure(run: Run, device: torch.device) -> tuple[Output, int | None,
         return output
 
     output, late = completed(run_and_note_peak, device)
-    output_bytes = sum(tensor.untyped_storage().nbytes() for tensor in output)
+    # both tensors may be views of one storage
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in output}
+    output_bytes = sum(storage.nbytes() for storage in storages.values())
     return output, max(0, peaks[0] - output_bytes), late
 
 

@@ -44,8 +44,8 @@ from ssdprof.measure.first_run import Call, type_and_message
 from ssdprof.operators import implementations
 
 GUARD_BYTES = 1 << 20  # bytes of the guard on each side
-# Bytes.  A copy has the same offset from a multiple of it as the tensor: on a GPU.  On a CPU, where
-# torch aligns memory to 64 bytes, it has the same offset from a multiple of 64.
+# Bytes to which torch aligns memory on a GPU.  A copy has the same offset from a multiple of it as
+# the tensor.  On a CPU, where torch aligns memory to 64 bytes, that holds for multiples of 64.
 _ALIGNED = 512
 # names of the functions of torch that allocate tensors
 _ALLOCATION = re.compile("(new_)?(empty|zeros|ones|full)(_strided|_like)?")

@@ -747,7 +747,7 @@ def _judge_history(trial: Trial, history: History[Inputs]) -> None:
 
 def _errors_of(known: KnownOutputs, out: Tensor) -> Tensor:
     """The relative RMS error over heads and values at each of the n known positions, (n), fp64;
-    infinity for NaN.
+    infinity where an output is NaN.
     """
     actual = out[known.batch, known.positions][:, known.heads].double()
     error = (actual - known.expected).square().sum((1, 2)).sqrt()
@@ -799,8 +799,11 @@ SAME_FORM_LAWS = frozenset(
 
 
 def laws_of(trial: Trial) -> dict[str, Law]:
-    """The laws that these inputs can test: of a call that returns the state after every token, or
-    every few tokens, not that of a cut, after which the states would be others.
+    """The laws that these inputs can test, by name.
+
+    The law of a cut is left out if the call returns states on the way: after the cut they would be
+    at other positions.  Single steps and accepted tokens need the state after every token, and
+    turning keys an operator that has histories.
     """
     left_out = {"cut in two"} if trial.inputs.state_every else set[str]()
     if trial.inputs.state_every != 1:

@@ -208,7 +208,7 @@ class Room:
 
     pool_run: calls the implementation on a pool.
     by_call: whether each call of a `Chain` is judged, too, as if it were alone.
-    calls: the number of calls so far, with a refused or wrong one.
+    calls: the number of calls so far, a refused or wrong one included.
     harmless: the number of those that returned the pool and `out` in its form, and left alone what
         they must.
     latest: the latest call; a copy of its pool before it, with the layout (`packed`); and its
@@ -279,9 +279,9 @@ class Room:
         turned: bool | None = None,
         far: int = 0,
     ) -> Pool:
-        """A pool of random states between guards of NaN.  Raises Skipped without enough memory.
-
-        Before the first slot there is memory for another one, which some libraries use for padding.
+        """A pool of random states, the same for the same arguments, between guards of NaN.  Raises
+        Skipped without enough memory.  Before the first slot there is memory for another one, which
+        some libraries use for padding.
 
         gap: elements between slots.
         turned: whether the last two dimensions are exchanged in memory; None: as the implementation
@@ -402,10 +402,8 @@ class Room:
         """The states of the live rows, (states, heads, ...), fp32, as the pool has them now, and a
         label for each: "call 3, row 1, slot 11".
 
-        plain: the same sequences without a pool.
-
-        In place of a state that is not kept, the oracle's is returned, which cannot be wrong.  Its
-        label says "slot None".
+        plain: the same sequences without a pool.  In place of a state that is not kept, the
+        oracle's is returned, which cannot be wrong.  Its label says "slot None".
         """
         states = torch.empty(plain.final_shape, device=self.device)
         labels: list[str] = []
@@ -430,8 +428,8 @@ class Room:
         """Make the call, and return `out`.  run: see `check`.
 
         Raises Broken if the call fails, returns something else than the pool and `out` in its form,
-        or changes what it must not.  Raises Skipped if the implementation refuses it, or if there
-        is not enough memory.
+        or changes what it must not; Skipped if the implementation refuses it, or without enough
+        memory; MissingCapabilityError if a fault made the GPU unusable.
         """
         self.calls += 1
         pool = call.pool
@@ -499,8 +497,8 @@ class Room:
         token_names, state_names: the names of all tokens and of all states in messages.
 
         Raises Broken if the output is not within its budget.  The message names the first token or
-        state of the worst head that is beyond the budget in the maximum norm; if there is none, the
-        first that is not finite, or else that with the largest error.
+        state that is not finite; if all are, the first of the worst head that is beyond the budget
+        in the maximum norm, or else that with the largest error.
         """
         candidate = Candidate(
             output=output,
@@ -512,7 +510,8 @@ class Room:
             return
         accuracy = wrong[0]
         exact_out, exact_states = oracle_output(plain)
-        position = accuracy.vs_oracle.first_nonfinite or accuracy.vs_oracle.worst_position
+        error = accuracy.vs_oracle
+        position = error.first_nonfinite or error.worst_position
         if accuracy.tensor == "out":  # (1, tokens, heads, ...)
             names = token_names
             position = position[1:]
@@ -520,7 +519,9 @@ class Room:
         else:  # (states, heads, ...)
             names = state_names
             errors = output.final_states.float() - exact_states.float()
-        index, head = _first_beyond(accuracy, errors) or position[:2]
+        if not error.nonfinite:
+            position = _first_beyond(accuracy, errors) or position
+        index, head, *_ = position
         raise Broken(f"{names[index]}, head {head}: {accuracy.reason}")
 
 
@@ -572,8 +573,8 @@ class Chain:
     def call(
         self, sequences: Sequence[int], tokens: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """Make a call of some of the sequences, and add it to their histories.  If it is refused,
-        the calls before it are compared with the oracle.
+        """Make a call of some of the sequences, and add it to their histories.  If it is skipped
+        (`Room.run`), the calls before it are compared with the oracle.
 
         sequences: their indices.
         tokens: the number of tokens of each.  If all have the same number, the state after each
@@ -895,6 +896,4 @@ LAWS: dict[str, Callable[[Room], None]] = {
 }
 CHAINS = (drafted_tokens, mixed_calls)  # their calls are judged together, after the last one
 ON_GPU = (replayed_graph, beside_another_stream)
-SLOW = (
-    f"{MIXED_CALLS} mixed calls"  # too slow in Triton's interpreter, unless all laws are asked for
-)
+SLOW = f"{MIXED_CALLS} mixed calls"  # for Triton's interpreter, unless all laws are asked for

@@ -27,12 +27,13 @@ _MANY_SIGMAS = 18.0
 _SMALLEST_ROW = 1e-30  # rows with a smaller RMS do not count: they may be flushed to zero
 
 # What was evaluated: "oracle", "floor" (the oracle, rounded to the output's dtype), "ours" (a
-# kernel) or "rounded" (a rounded form); the kernel or the rounded form; the number of the draw.
+# kernel) or "rounded" (a rounded form); the key of the kernel or of the rounded form, else None;
+# the number of a rounded form's evaluation, the plain ones first, else 0.
 _Evaluation = tuple[str, Hashable, int]
 
 
 class HeadNorms:
-    """Running maximum and sum of squares of a tensor's finite elements, per head."""
+    """Running largest magnitude and sum of squares of a tensor's finite elements, per head."""
 
     def __init__(self, heads: int, device: torch.device) -> None:
         self.max = torch.zeros(heads, dtype=torch.float64, device=device)
@@ -43,7 +44,7 @@ class HeadNorms:
         squares = block.square()
         rows = squares.sum(2)
         if block.numel():
-            self.max = torch.maximum(self.max, squares.amax((1, 2)).sqrt())  # exact
+            self.max = torch.maximum(self.max, squares.amax((1, 2)).sqrt())  # exact from 1e-150
             self.square_sum += rows.sum(1)
         return squares, rows
 
@@ -128,15 +129,15 @@ class RoundingTests:
         add_error(("floor", None, 0), floor - high)
         for name, tensor in kernels.items():
             add_error(("ours", name, 0), tensor - high)
-        for null, draws in rounded.items():
-            for draw, error in enumerate(draws):
-                add_error(("rounded", null, draw), error)
+        for null, evaluations in rounded.items():
+            for number, error in enumerate(evaluations):
+                add_error(("rounded", null, number), error)
 
     def _slices(self, rows: int, start: int, origin: int, device: torch.device) -> Tensor:
         """The slices of each row, (rows, slices), fp64: 1 where the row is in the slice, else 0.
 
         First come slices of consecutive positions, then, for each of `PERIODS`, slices of the
-        positions with the same remainder.
+        positions of a sequence with the same remainder.  (rows, 0) for states.
         """
         if self._length is None:
             return torch.zeros(rows, 0, dtype=torch.float64, device=device)
@@ -150,7 +151,9 @@ class RoundingTests:
     def checks(
         self, name: Hashable, nulls: Sequence[Hashable], unit: float, coarsest: Tensor
     ) -> tuple[ErrorTest, ...]:
-        """For each test, the place (such as a head or a slice) that uses most of its limit.
+        """For each test, the place (such as a head or a slice) that uses most of its limit; of the
+        periods, that of all.  Empty if errors are not tested.  Tests without a limit that is
+        positive and finite are left out.
 
         name: the key of the kernel.  nulls: rounded forms, of which the kernel may be any.
         unit: the unit roundoff of the inputs' dtype.
@@ -287,8 +290,8 @@ def _limit(floor: Tensor, draws: Tensor, elements: Tensor) -> Tensor:
 def _worst(
     test: TestName, values: Tensor, limits: Tensor, period: int | None = None
 ) -> ErrorTest | None:
-    """The test of the place that uses most of its limit; None if that limit is not positive and
-    finite.
+    """The test of the place that uses most of its limit, where a value that is NaN uses none; None
+    if that limit is not positive and finite.
 
     values, limits: (h, places).
     """

@@ -65,8 +65,9 @@ def sample_in_turns(
 
     A recording takes rounds of all samplers of one clock ("call"), then of the next ("device").
     Every round calls every sampler of its clock once, so element j of recording i is from the same
-    round in all results of a clock.  The order within a round is random, and every second round
-    reverses it, so that each sampler comes before and after each other one equally often.
+    round in all results of a clock.  The order within a round is random, and every second round,
+    warm-up included, reverses it, so that each sampler comes before each other one about as often
+    as after it.
     """
     generator = np.random.default_rng(plan.seed)
     began = now()

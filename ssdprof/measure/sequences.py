@@ -55,6 +55,8 @@ def output_of(inputs: Inputs, output: Output, span: Span) -> Output:
 def joined(inputs: Inputs, spans: Sequence[Span], *, packed: bool) -> Inputs:
     """Inputs that consist of these spans, with the initial states of their sequences.
 
+    inputs: not those of a call in place with `accepted` or `write_indices`.
+    spans: at least one.
     packed: the spans follow each other in one row; else each is a row, and they have equal lengths.
     """
     binding = operators.get(inputs.operator).binding

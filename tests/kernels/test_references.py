@@ -70,7 +70,7 @@ def test_blocks_tile_every_sequence(lengths: list[int], block: int):
     assert_close(found, ssd_recurrence(inputs), FP64_ROUNDING)
 
 
-@pytest.mark.parametrize(
+two_forms = pytest.mark.parametrize(
     ("recurrence", "chunked", "case"),
     [
         (ssd_recurrence, ssd_chunked, SSDCase(seqlen=200, heads=4, groups=2)),
@@ -78,6 +78,16 @@ def test_blocks_tile_every_sequence(lengths: list[int], block: int):
     ],
     ids=["ssd", "gdn"],
 )
+
+
+@two_forms
+def test_nan_does_not_reach_earlier_positions(recurrence, chunked, case):
+    inputs = case.inputs()
+    inputs.values[0, [20, 70], 0, [3, 4]] = torch.nan
+    torch.testing.assert_close(chunked(inputs), recurrence(inputs), equal_nan=True)
+
+
+@two_forms
 def test_fp32_is_fp32_and_near(recurrence, chunked, case):
     output = chunked(case.inputs(), FP32)
     assert output.out.dtype == output.final_states.dtype == FP32

@@ -106,7 +106,6 @@ def test_an_error_against_nothing_is_infinite():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_sums_are_the_same_bits_each_time():
     """This is needed to compare a report of several ranks with that of one process."""
     shape = (1, 5000, 8, 64)

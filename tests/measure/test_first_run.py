@@ -96,7 +96,7 @@ def test_workspace_is_the_peak_beyond_the_outputs_and_the_longer_peak_survives()
 
     def run() -> SSDOutput:
         workspace = torch.zeros(4 * size, dtype=torch.uint8, device=GPU)
-        return SSDOutput(workspace[:size].clone(), workspace[:size].clone())
+        return SSDOutput(*workspace[: 2 * size].clone().split(size))
 
     forget_peak(GPU)
     before = torch.cuda.memory_allocated(GPU)

@@ -42,10 +42,6 @@ def test_blocks_per_sm(warps, registers, shared, blocks, limited_by):
 
 
 def test_a_kernel_that_does_not_tell_what_it_takes():
-    whole = launch(4, 32, 0)
-    for silent in (
-        whole.changed(registers=None),
-        whole.changed(shared_bytes=None),
-        whole.changed(config={}),
-    ):
+    for unknown in ({"registers": None}, {"shared_bytes": None}, {"config": {}}):
+        silent = launch(4, 32, 0).changed(**unknown)
         assert with_occupancy(silent, torch.device("cuda")) == silent

@@ -253,6 +253,13 @@ class SlotsByAddress:
         )
 
 
+def nan_behind_a_wrong_row(inputs) -> Output:
+    out, pool = good(inputs)
+    out[0] += 1
+    out[3, :, 1] = torch.nan
+    return out, pool
+
+
 def raising(inputs) -> Output:
     raise IndexError("slot -1")
 
@@ -265,6 +272,7 @@ def raising(inputs) -> Output:
         ("other slots keep their bits", writing_between_slots, "the memory behind slot 3"),
         ("other slots keep their bits", returning_a_copy, "another tensor than the pool"),
         ("other slots keep their bits", changing_the_tokens, "call 1: it changes its inputs: v"),
+        ("other slots keep their bits", nan_behind_a_wrong_row, "call 1, row 3, token 0, head 1"),
         ("other slots keep their bits", raising, "call 1: IndexError: slot -1"),
         ("padded rows touch nothing", clamping_padding, "call 1, row 3"),
         ("padded rows touch nothing", advancing_the_slot_before_the_first, "before the first slot"),

@@ -102,16 +102,15 @@ def test_noisy_rounds_make_recordings_longer_and_not_more():
     assert shape(samples[A]) == shape(samples[B]) == sorted(shape(samples[A]))
 
 
+def by_clock(call: Sampler) -> Samplers:
+    """Two samplers of calls, and two of steady replays."""
+    return {("call", key): call for key in "ab"} | dict.fromkeys((A, B), lambda: 50.0)
+
+
 def test_noisy_calls_do_not_make_more_replays():
     draw = np.random.default_rng(0)
-
-    def set_up(_generator: np.random.Generator) -> Samplers:
-        return {("call", key): lambda: float(draw.normal(100, 6)) for key in "ab"} | {
-            A: lambda: 50.0,
-            B: lambda: 50.0,
-        }
-
-    samples = sample_in_turns(set_up, plan(seconds=float("inf")))
+    noisy = by_clock(lambda: float(draw.normal(100, 6)))
+    samples = sample_in_turns(lambda _: noisy, plan(seconds=float("inf")))
     assert max(shape(samples["call", "a"])) >= 32
     assert set(shape(samples[A])) == {4}
 
@@ -129,13 +128,10 @@ def test_rounds_that_drift_together_are_not_noisy():
 def test_call_times_are_not_compared_with_device_times():
     """Each is steady relative to times of its own kind, while the two kinds drift apart."""
     drift = iter(np.linspace(1, 2, 1000))
-    clock = {}
 
     def set_up(_generator: np.random.Generator) -> Samplers:
-        clock["now"] = float(next(drift))
-        return {("call", key): lambda: clock["now"] for key in "ab"} | {
-            ("device", key): lambda: 1.0 for key in "ab"
-        }
+        now = float(next(drift))
+        return by_clock(lambda: now)
 
     samples = sample_in_turns(set_up, plan())
     assert shape(samples["call", "a"]) == [4, 4, 4]
