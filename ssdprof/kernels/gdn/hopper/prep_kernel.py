@@ -2,7 +2,8 @@
 `hopper_kernel.py`.
 
 With e_i = 1 / |k_i| if the call normalises keys, else 1, and log2 decays G_i since the chunk's
-start, a chunk of 64 tokens has
+start, a chunk of 64 tokens has the following.  If the call normalises, 1e-6 is added to the squares
+of |k_i| and of |q_i| here.
 
     L_ij = beta_i e_i e_j k_i . k_j  for j < i,    A = (I + L)^-1,
     stored: e_i A_ij beta_j, transposed, rounded so that errors do not add up (`round_with_carry`)
