@@ -133,6 +133,8 @@ def test_a_servers_pool_in_place(operator, dtype, index):
     others[slots] = False
     out, states = get(operator, "reference").run(inputs.after(before[slots]), Precision())
     run = ssd_recurrent if operator == "ssd" else gdn_recurrent
+    with pytest.raises(ValueError, match="in place"):
+        run(replace(inputs, write_indices=slots))
     found = run(replace(inputs, state_indices=inputs.state_indices.to(index)), in_place=True)
     assert found.final_states is pool
     torch.testing.assert_close(found.out.float(), out, rtol=1e-5, atol=1e-6)

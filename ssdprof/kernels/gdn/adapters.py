@@ -12,9 +12,9 @@ flash_kda   the CUTLASS kernels of https://github.com/MoonshotAI/FlashKDA for KD
             and beta before their activations, in bf16, so that g and beta are rounded once more.
             The comparison with the oracle shows the effect
 cudnn       the CUDA kernel of https://github.com/NVIDIA/cudnn-frontend for KDA on Hopper.  Where it
-            cuts a long sequence, it drops history after the least decay of any channel, which is a
-            bound only for keys that do not mix channels.  It supports keys of at most length 1 and
-            beta between 0 and 1
+            cuts a long sequence, it drops history once all channels have decayed, although keys
+            that mix channels may keep it.  It supports keys of at most length 1 and beta between 0
+            and 1
 flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer for GDN.  Those for prompts
             take decays instead of their logarithms, and beta.  Those for steps on a pool,
             flashinfer_mtp, take gates and beta before their activations.  All are in fp32, and
@@ -79,20 +79,22 @@ def _unlike_128(inputs: GDNInputs, precision: Precision) -> Reasons:
 
 @once
 def _range_of_g(inputs: GDNInputs) -> tuple[float, float]:
-    """The least and the largest g.  The host waits for them."""
+    """The least and the largest g, NaN if any is NaN.  The host waits for them."""
     low, high = inputs.g.aminmax()
     return float(low), float(high)
 
 
 @once
 def _range_of_beta(inputs: GDNInputs) -> tuple[float, float]:
-    """The least and the largest beta.  The host waits for them."""
+    """The least and the largest beta, NaN if any is NaN.  The host waits for them."""
     low, high = inputs.beta.aminmax()
     return float(low), float(high)
 
 
 def plain_gates(inputs: GDNInputs) -> Reasons:
-    """Reasons against these inputs, for a kernel that uses g without clamping it."""
+    """Reasons against these inputs, for a kernel that uses g without clamping it.  Inputs with a
+    NaN among g are not refused.
+    """
     low, high = _range_of_g(inputs)
     yield low == -inf or high > 0, "g is finite and at most 0"
 
@@ -132,8 +134,8 @@ def raw_gates(inputs: GDNInputs) -> tuple[torch.Tensor, ...]:
 
         g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
 
-    A_log and dt_bias are zero here, so that a and b follow from g and beta.  They are NaN where g
-    is above 0 or beta outside of 0 to 1 (`refused_gates`).
+    A_log and dt_bias are zero here, so that a and b follow from g and beta.  a is NaN where g is
+    above 0, and b where beta is outside of 0 to 1 (`refused_gates`).
 
     Returns a (tokens, HV), of KDA (tokens, HV, K); b (tokens, HV); A_log (HV); dt_bias (HV), of KDA
     (HV * K); all in fp32.
@@ -300,7 +302,8 @@ def load_flash_kda() -> Implementation:
         supported = (
             inputs.q.dtype == torch.bfloat16 and inputs.values_per_key == 1 and inputs.use_qk_l2norm
         )
-        yield not supported, "bf16 inputs, as many key heads, and q and k that it normalises"
+        reason = "bf16 inputs, as many key heads as value heads, and q and k that it normalises"
+        yield not supported, reason
 
     plan = Plan(
         variant="cutlass",
@@ -319,7 +322,7 @@ def _on_packs(
     arguments: those that the function takes by position: q, k and v, then more.
     others: those that it takes by name, besides those that are given here.  With
         `state_checkpoints` among them, the function writes its states there, and they are the
-        result instead of the final states.
+        result instead of the final states.  The next call overwrites them.
     """
     shape = inputs.v.shape
     checkpoints = others.get("state_checkpoints")
@@ -416,8 +419,8 @@ def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], 
 
 
 def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
-    """FlashInfer's arguments for the states after every `state_every` tokens, which divide the
-    sequences; empty if the call asks for none.
+    """FlashInfer's arguments for the states after every `state_every` tokens, a number that divides
+    the length of the sequences; empty if the call asks for none.
     """
     every, device = inputs.state_every, inputs.device
     if not every:
@@ -433,7 +436,9 @@ def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
 
 
 def load_flashinfer() -> Implementation:
-    """The library's chunked kernels for GDN.  A separate launch normalises q and k."""
+    """The library's chunked kernels for GDN.  A separate launch normalises q and k if the call asks
+    for it.
+    """
     # without this module the library does not normalise, and does not say so
     import_module("flashinfer.gdn_kernels.qk_l2norm")
     function = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
@@ -477,7 +482,8 @@ def _bind_flashinfer(module: Any, inputs: GDNInputs, slots: Slots) -> Bound:
 
     module: `flashinfer.gdn_decode`
 
-    Raises UnsupportedError if the call keeps states after tokens, but not after each of them.
+    Raises UnsupportedError if the call keeps states after several tokens, but not after each of
+    them.  While a CUDA graph is captured, this is not checked.
     """
     q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
     a, b, A_log, dt_bias = raw_gates(inputs)
@@ -531,8 +537,9 @@ def load_flashinfer_mtp() -> Implementation:
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield from _unlike_128(inputs, precision)
         yield inputs.q.dtype != torch.bfloat16 and inputs.length == 1, "one token in bf16 only"
-        long = inputs.cu_seqlens is not None or inputs.length > LONGEST_BY_TOKEN
-        yield long, f"at most {LONGEST_BY_TOKEN} tokens of each sequence"
+        yield inputs.cu_seqlens is not None, "no packed sequences"
+        is_long = inputs.length > LONGEST_BY_TOKEN
+        yield is_long, f"at most {LONGEST_BY_TOKEN} tokens of each sequence"
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     return pool_kernel(

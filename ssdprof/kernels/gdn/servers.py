@@ -184,8 +184,8 @@ class _Step:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence has one token, and its state goes back to the slot that was
-        read.
+        """Whether each row of the batch is a sequence of one token, whose state goes back to the
+        slot that was read.  Packed sequences are not counted, even of one token each.
         """
         single = self.inputs.cu_seqlens is None and self.inputs.length == 1
         return single and self.slots.overwrites
@@ -375,5 +375,7 @@ _LOADERS: dict[str, Callable[[str], Implementation]] = {
 
 
 def load(name: str, operator: str) -> Implementation:
-    """A server's kernel by its name in `_LOADERS`.  Raises ImportError if it is not installed."""
+    """A server's kernel by its name in `_LOADERS`.  Raises ImportError if the server is not
+    installed.
+    """
     return _LOADERS[name](operator)

@@ -448,8 +448,8 @@ def _combine_kernel(
     end = tl.max(tl.where(slow_rows, o_b + 1, 0), 0)
     state = tl.zeros([BLOCK_V, DIM], tl.float32)
     # The loop also reads matrices for a row between them that is not slow, although it has no
-    # parts.  The states that it computes from them are not stored, and the next slow row begins from
-    # a known state.
+    # parts.  The states that it computes from them are not stored, and the next slow row begins
+    # from a known state.
     for i in tl.range(begin * PARTS, end * PARTS, num_stages=AHEAD):
         # M^T as two bf16 numbers, and N^T
         row, part = i // PARTS * pairs + pair, i % PARTS

@@ -74,8 +74,7 @@ def take_turn(rings, TURN: gl.constexpr, LANE: gl.constexpr):
     0 and of lane 1 alternate.
 
     TURN: 0 or 1, the lane's turn in a chunk.  Because a chunk has two turns, the phase of the
-    barrier is the same in every chunk.  Lane 0 does not wait in its first turn
-    of the first chunk.
+    barrier is the same in every chunk.  Lane 0 does not wait in its first turn of the first chunk.
     """
     mbarrier.wait(rings.turns.index(LANE), (TURN + 1 - LANE) % 2)
 
