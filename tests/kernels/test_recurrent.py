@@ -83,11 +83,7 @@ def test_16_bit_rounds_only_the_output(dtype):
 @pytest.mark.parametrize("turned", [False, True])
 def test_in_place(operator: str, turned, dtype):
     """The state keeps its memory, dtype and layout."""
-    inputs: Any = SSDCase(batch=3, seqlen=1, heads=4, groups=2, initial_states=True).inputs()
-    if operator == "gdn":
-        inputs = GDNCase(
-            seqlen=1, batch=2, values_per_key=2, value_dim=20, initial_states=True
-        ).inputs()
+    inputs = POOLED[operator].but(seqlen=1).inputs()
     run = RECURRENT[operator]
     state = inputs.initial.to(dtype)
     state = state.mT.contiguous().mT if turned else state
@@ -109,7 +105,7 @@ def pooled(inputs, dtype: torch.dtype):
 
 
 OF_DELTA_RULE = dict(
-    batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True
+    batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=20, initial_states=True
 )
 POOLED: dict[str, Any] = {
     "ssd": SSDCase(

@@ -171,7 +171,7 @@ def load_fla(module: Any, operator: str = "gdn") -> Implementation:
     run = _function(getattr(module, f"chunk_{_FUNCTION[operator]}"))
 
     def call(inputs: GDNInputs, precision: Precision) -> GDNOutput:
-        short = inputs.v.shape[0] * inputs.v.shape[1] <= SHORT
+        short = inputs.v.shape[0] * inputs.length <= SHORT
         tunings.use_for((inputs.q.shape[2:], inputs.v.shape[2:], inputs.q.dtype, short))
         return run(inputs, precision)
 

@@ -168,7 +168,7 @@ class GDNPortableConfig:
         uncut = batch_invariant and inputs.cu_seqlens is not None
         # Chunks of one row.  For a pack that is not cut, 0 gives the tiles of a short sequence: the
         # length of the pack depends on its other sequences.
-        chunks = 0 if uncut else triton.cdiv(inputs.v.shape[1], CALL_CHUNK)
+        chunks = 0 if uncut else triton.cdiv(inputs.length, CALL_CHUNK)
         wide_slices = heads * triton.cdiv(value_dim, 128)
         many_chunks = rows * chunks * wide_slices / sm_count >= _ENOUGH_CHUNKS
         config = cls._tiles(inputs, capability, many_chunks=many_chunks)
@@ -235,7 +235,7 @@ class GDNPortableConfig:
         """Chunks per segment for at most `segments` segments per sequence, and at least
         _MIN_SEGMENT positions; 0 if sequences are not cut.  segments: 0 counts as 1
         """
-        chunks = triton.cdiv(inputs.v.shape[1], self.chunk)
+        chunks = triton.cdiv(inputs.length, self.chunk)
         per_segment = max(triton.cdiv(chunks, max(1, segments)), _MIN_SEGMENT // self.chunk)
         return 0 if per_segment >= chunks else int(per_segment)
 

@@ -132,7 +132,7 @@ def _recurrent_unsupported(call: FusedCall) -> str:
     on the other sequences of the pack.
     """
     packed = call.inputs.cu_seqlens is not None
-    length = call.inputs.v.shape[1]
+    length = call.inputs.length
     if packed and call.batch_invariant:
         return "a pack"
     most = max(_RECURRENT_LENGTH, call.inputs.sequences) if packed else _RECURRENT_LENGTH

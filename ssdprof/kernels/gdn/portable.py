@@ -707,13 +707,11 @@ def _launchers(
     operand: dtype of operands.  final_strides: strides of the final states.
     """
     out = torch.empty(inputs.v.shape, device="meta")  # for its strides
-    tensors = inputs.q, inputs.k, inputs.v, out
-    q_strides, k_strides, v_strides, out_strides = map(tile_strides, tensors)
+    tiled = inputs.q, inputs.k, inputs.v
+    q_strides, k_strides, v_strides, out_strides = map(tile_strides, (*tiled, out))
     cu_strides = strides_of(inputs.cu_seqlens)
     sizes = inputs.length, inputs.sequences
-    common = options_of(
-        inputs, operand, config.chunk, (inputs.q, inputs.k, inputs.v), final_strides
-    )
+    common = options_of(inputs, operand, config.chunk, tiled, final_strides)
     common |= dict(VALUES_PER_KEY=inputs.values_per_key, BLOCK_K=config.block_k)
     factors = Launcher(
         _gdn_factors_kernel,

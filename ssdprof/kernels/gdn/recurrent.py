@@ -110,7 +110,7 @@ def blocks_of(
         would spill.
     """
     # the host does not know packed lengths
-    tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1
+    tokens = inputs.length if inputs.cu_seqlens is None else 1
     block_v, numbers_per_thread = 32, 32
     if wide:
         block_v, numbers_per_thread = 64, 128
@@ -298,7 +298,7 @@ def recurrent_launch(
         _gdn_recurrent_kernel,
         (
             (*map(strides_of, (*inputs.kernel_tensors, new_out)), states_strides),
-            inputs.v.shape[1],
+            inputs.length,
             inputs.scale_or_default,
             stepping.seed,
         ),

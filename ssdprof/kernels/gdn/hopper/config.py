@@ -88,7 +88,7 @@ class GDNHopperConfig:
         the same in any batch.  A pack is then not cut, because the host knows only the length of
         the whole pack, which depends on the other sequences.
         """
-        nchunks = ceil_div(inputs.v.shape[1], CHUNK.value)
+        nchunks = ceil_div(inputs.length, CHUNK.value)
         heads = inputs.v.shape[2]
         if batch_invariant and inputs.cu_seqlens is not None:
             return cls(segment=nchunks, reason=PACKED)
@@ -186,17 +186,16 @@ def row_count(inputs: GDNInputs, segment: int) -> int:
     """The number of rows of `parts.py`: segments of all heads and sequences that do not begin their
     sequence.  An upper bound for packed sequences, of which each might have all positions.
     """
-    segments = ceil_div(ceil_div(inputs.v.shape[1], CHUNK.value), segment)
+    segments = ceil_div(ceil_div(inputs.length, CHUNK.value), segment)
     return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
 
 
-@first_reason
-def unsupported(inputs: GDNInputs) -> Reasons:
+def unsupported(inputs: GDNInputs) -> str:
     """Why this kernel does not support `inputs`; empty if it does."""
     dims = inputs.q.shape[3], inputs.v.shape[3]
-    yield dims != (DIM.value, DIM.value), f"K {dims[0]} with V {dims[1]}"
-    reason = unsupported_otherwise(inputs)
-    yield reason != "", reason
+    if dims != (DIM.value, DIM.value):
+        return f"K {dims[0]} with V {dims[1]}"
+    return unsupported_otherwise(inputs)
 
 
 @first_reason

@@ -175,7 +175,7 @@ def _sizes(inputs: GDNInputs) -> tuple[int, int, int]:
     """Arguments of all kernels except `_combine_kernel`: the numbers of positions in a row of the
     batch, of sequences, and of slots for chunks.
     """
-    return inputs.q.shape[1], inputs.sequences, inputs.slot_count(CHUNK.value)
+    return inputs.length, inputs.sequences, inputs.slot_count(CHUNK.value)
 
 
 def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any, Any, Any]]:
