@@ -204,11 +204,8 @@ def test_every_state(operator, many, monkeypatch):
     last is final.
     """
     monkeypatch.setattr("ssdprof.kernels.gdn.recurrent.MANY_HEADS", many)
-    case: Any = dict(
-        gdn=GDNCase(values_per_key=2, value_dim=20), kda=KDACase(value_dim=20), ssd=SSDCase(heads=4)
-    )[operator]
     inputs, packed = (
-        case.but(initial_states=True, **own).inputs() for own in (BATCH, dict(lengths=(0, 3, 0, 6)))
+        POOLED[operator].but(**own).inputs() for own in (BATCH, dict(lengths=(0, 3, 0, 6)))
     )
     run, plan = get(operator, "recurrent").run, get(operator, "recurrent").plan
     every = replace(inputs, state_every=1)

@@ -120,7 +120,8 @@ def blocks_of(
     block_v = value_dim if stepping.whole_state else min(block_v, value_dim)
     numbers = triton.next_power_of_2(inputs.q.shape[3]) * block_v
     loads = triton.cdiv(tokens, 1 if stepping.rounds else MOST_TOKENS)
-    num_warps = max(1, numbers // (numbers_per_thread * 32))
+    # a whole state of K = V = 256 would have 64 warps for one token, and a GPU allows 32
+    num_warps = min(max(1, numbers // (numbers_per_thread * 32)), 32)
     return {"block_v": block_v, "block_t": triton.cdiv(tokens, loads), "num_warps": num_warps}
 
 
