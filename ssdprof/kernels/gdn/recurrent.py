@@ -22,8 +22,8 @@ In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV)
       (`kernels/inputs.py`)
 Out:  out (B, T, HV, V), v's dtype
       final states (sequences, HV, K, V) fp32; or the states after every token (B * T, HV, K, V)
-      fp32; or, in place, initial_state itself.  New states have V before K in memory if the pool
-      does that the call reads, or if `fused` is asked for it
+      fp32; or, in place, initial_state itself.  New states have V before K in memory if the call
+      reads a pool that has V before K, or if `fused` asks for it
 Grid: (sequences * HV * slices of V), slices fastest, then heads.
 Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2024
 (arXiv:2412.06464), equation 10.
@@ -105,9 +105,9 @@ def blocks_of(
     wide: for calls that write every state, in rows of 256 bytes, instead of 64 for several tokens
         and 128 for others.  On an H100, 64 sequences of eight tokens take 437 us instead of 497,
         but one sequence 21 us instead of 12.
-    stepping: if states are stored with one scale for a head, and in the interpreter, a program has
-        a whole state; if they are rounded, tokens are loaded one by one, because roundings of four
-        would spill.
+    stepping: in a simulation of stored states, a program has a whole state if a head has one scale,
+        or if Triton's interpreter runs it.  If states are rounded, tokens are loaded one by one,
+        because roundings of four would spill.
     """
     # the host does not know packed lengths
     tokens = inputs.length if inputs.cu_seqlens is None else 1
@@ -120,7 +120,7 @@ def blocks_of(
     block_v = value_dim if stepping.whole_state else min(block_v, value_dim)
     numbers = triton.next_power_of_2(inputs.q.shape[3]) * block_v
     loads = triton.cdiv(tokens, 1 if stepping.rounds else MOST_TOKENS)
-    # a whole state of K = V = 256 would have 64 warps for one token, and a GPU allows 32
+    # 32 is the most that a GPU allows; for one token, a whole state with K = V = 256 would have 64
     num_warps = min(max(1, numbers // (numbers_per_thread * 32)), 32)
     return {"block_v": block_v, "block_t": triton.cdiv(tokens, loads), "num_warps": num_warps}
 

@@ -433,9 +433,8 @@ def _combine_kernel(
     In:   parts (rows, PARTS, V, K) fp32: N^T | moves (rows, PARTS, 2, K, K) bf16: M^T
           warmup_lengths (rows) | initial_state (sequences, hv, K, V)
     Out:  entering (rows, V, K) fp32, for slow rows, whose warmup_lengths are -1
-    Grid: pairs * V / BLOCK_V.  A sequence has `boundaries` boundaries between segments; the segment
-          that begins at one has the row boundary * pairs + pair.  segment_chunks: chunks of a
-          segment
+    Grid: pairs * V / BLOCK_V.  A sequence has `boundaries` between segments of `segment_chunks`
+          chunks; the segment that begins at one has the row boundary * pairs + pair.
     """
     # the program's pair and rows of V, and the boundaries of the pair's slow rows
     pair, block = tl.program_id(0) // (DIM // BLOCK_V), tl.program_id(0) % (DIM // BLOCK_V)
@@ -447,9 +446,8 @@ def _combine_kernel(
     begin = tl.min(tl.where(slow_rows, o_b, boundaries), 0)
     end = tl.max(tl.where(slow_rows, o_b + 1, 0), 0)
     state = tl.zeros([BLOCK_V, DIM], tl.float32)
-    # The loop also reads matrices for a row between them that is not slow, although it has no
-    # parts.  The states that it computes from them are not stored, and the next slow row begins
-    # from a known state.
+    # A row between them that is not slow has no parts: the states that the loop computes for it are
+    # not stored, and the next slow row begins from a known state.
     for i in tl.range(begin * PARTS, end * PARTS, num_stages=AHEAD):
         # M^T as two bf16 numbers, and N^T
         row, part = i // PARTS * pairs + pair, i % PARTS

@@ -619,11 +619,10 @@ def chunk_state(
         S'[v, k]     = exp2(g_end) * S[v, k]
                      + sum_i exp2(g_end - g_cumsum_log2[i]) * v_new[v, i] * k[i, k]
 
-    S is the transposed state that enters the chunk, rounded to the operands' dtype in the first
-    equation.  S' leaves the chunk, rounded to the precision's state_dtype.  g_end =
-    g_cumsum_log2[C - 1].  This stage goes from chunk to chunk; the others process all chunks at
-    once.  With a decay for each channel, g_cumsum_log2 and k are (B, NT, HV, C, K), and k is
-    decayed to the chunk's end already.  `options` are BLOCK_V and launch options.
+    S, the transposed state that enters the chunk, is rounded to the operands' dtype for v_new, and
+    S', the one that leaves it, to `state_dtype`.  g_end = g_cumsum_log2[C - 1].  The other stages
+    process all chunks at once.  With a decay for each channel, g_cumsum_log2 and k are (B, NT, HV,
+    C, K), and k is decayed to the chunk's end already.  options: BLOCK_V and launch options
 
     In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C)
           g_cumsum_log2 (B, NT, HV, C) fp32 | initial_state (sequences, HV, K, V) or None
