@@ -1,5 +1,6 @@
 """GDN and KDA kernels of other libraries, as installed.  Each `load_...` imports its library, and
-raises ImportError if it, or one of its dependencies, is missing.  The caller imports fla.
+raises ImportError if it, or one of its dependencies, is missing.  For fla the caller does this, and
+passes the module.
 
 fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some
             calls to other installed libraries; `operators/fla.py` turns this off
@@ -56,9 +57,9 @@ CUDNN_PLAN = "kda_hopper_cuda"  # the library's name of this kernel
 # by operator: the name of the module to pass to `load_fla` and `load_fla_recurrent`, and how its
 # functions' names end
 FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}
-_FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
+_FLA_SUFFIXES = {"gdn": "gated_delta_rule", "kda": "kda"}
 # by operator: the model type of transformers, and its function
-_MODEL = {
+_MODEL_FUNCTIONS = {
     "gdn": ("qwen3_next", "torch_chunk_gated_delta_rule"),
     "kda": ("kimi_linear", "chunk_kimi_delta_attention"),
 }
@@ -168,7 +169,7 @@ def load_fla(module: Any, operator: str = "gdn") -> Implementation:
     prefixes = (FLA[operator], *_FLA_KERNELS)
     loaded = sorted(sys.modules.items())
     tunings = Tunings(kernels for name, kernels in loaded if name.startswith(prefixes))
-    run = _function(getattr(module, f"chunk_{_FUNCTION[operator]}"))
+    run = _caller_of(getattr(module, f"chunk_{_FLA_SUFFIXES[operator]}"))
 
     def call(inputs: GDNInputs, precision: Precision) -> GDNOutput:
         short = inputs.v.shape[0] * inputs.length <= SHORT
@@ -204,7 +205,7 @@ def load_fla_recurrent(module: Any, operator: str = "gdn") -> Implementation:
         yield too_long(inputs)
         yield from plain_gates(inputs)
 
-    call = _function(getattr(module, f"fused_recurrent_{_FUNCTION[operator]}"))
+    call = _caller_of(getattr(module, f"fused_recurrent_{_FLA_SUFFIXES[operator]}"))
     plan = Plan(variant="triton", launches=1, reason="one launch, token by token")
     return library_kernel(operator, "fla_recurrent", unsupported, call, plan)
 
@@ -214,7 +215,7 @@ def load_model(operator: str = "gdn", package: str = "") -> Implementation:
 
     operator: gdn or kda.  package: "" for the torch function.
     """
-    model_type, function_name = _MODEL[operator]
+    model_type, function_name = _MODEL_FUNCTIONS[operator]
     function = model_function(model_type, function_name, package)
 
     def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
@@ -237,7 +238,7 @@ def load_model(operator: str = "gdn", package: str = "") -> Implementation:
 
 def load_flash_qla() -> Implementation:
     """The library's TileLang kernels for GDN."""
-    call = _function(import_module("flash_qla").chunk_gated_delta_rule)
+    call = _caller_of(import_module("flash_qla").chunk_gated_delta_rule)
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
@@ -399,7 +400,7 @@ def _call(
     return GDNOutput(out, final_states)
 
 
-def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], GDNOutput]:
+def _caller_of(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], GDNOutput]:
     """A function of inputs and precision that calls fla's `function`, or one with the same
     arguments.
     """

@@ -101,7 +101,7 @@ def gdn_fused(
         use_qk_l2norm=use_qk_l2norm,
         cu_seqlens=cu_seqlens,
     )
-    return _function(
+    return _fused_function(
         arguments, precision, state_v_first=state_v_first, batch_invariant=batch_invariant
     )
 
@@ -268,7 +268,7 @@ FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", 
 # The portable kernel for every call, also where `fused` would choose another one.  A bench times it
 # only by request.
 FUSED_PORTABLE: Fused = Fused("fused_portable", (PORTABLE,))
-_function = tensor_function(FUSED, GDNInputs)
+_fused_function = tensor_function(FUSED, GDNInputs)
 run, plan = FUSED.run, FUSED.plan
 for _fused in (FUSED, FUSED_PORTABLE):
     register(

@@ -166,7 +166,7 @@ def _chunked_kernel(
 class _Step:
     """The tensors of a call in the form in which a server passes them to a kernel for steps.
 
-    slots: as the kernel counts them
+    slots: numbered as the kernel numbers them, which is from 1 on for vLLM's
     mixed: (tokens, 2 H K + HV V), q, k and v of each token one after the other, as they leave the
         convolution
     gates: see `raw_gates`

@@ -1,12 +1,13 @@
 """The gated delta rule for Hopper, after the launch of `prep_kernel.py`, with warp roles, TMA
 copies and states in registers.
 
-A program owns a segment of a sequence and one value head.  If the segment does not begin its
-sequence, a first pass over the chunks that precede the segment computes the state that enters it
-(`assignment.py`).  For a head that forgets slowly, two earlier launches compute that state instead:
-`_parts_kernel` below, and `_combine_kernel` (both: `parts.py`).  No program waits for another.  The
-warps of a program have roles (`rings.py`): `states` updates the state chunk by chunk, and `scores`
-computes X and W of a chunk from its inverse (`role_scores.py`).
+A program owns a segment of a sequence and one value head, or whole sequences one after the other
+(`assignment.py`).  If the segment does not begin its sequence, a first pass over the chunks that
+precede the segment computes the state that enters it.  For a head that forgets slowly, two earlier
+launches, of `_parts_kernel` below and of `_combine_kernel`, compute that state instead
+(`parts.py`).  No program waits for another.  The warps of a program have roles (`rings.py`):
+`states` updates the state chunk by chunk, and `scores` computes X and W of a chunk from its inverse
+(`role_scores.py`).
 
 Inputs, outputs and grid of `_hopper_kernel`:
 

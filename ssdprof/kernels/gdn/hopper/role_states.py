@@ -10,8 +10,8 @@ the role computes
 
 with log2 decays G since the chunk's start.  |k| and |q| are 1 if the call does not normalise.
 
-From one state to the next, two products depend on each other: K S and X^T Y.  Two lanes, each of
-four warps, have this role for half of the rows of V.  They take turns in issuing products, so that
+From one state to the next, two products depend on each other: K S and X^T Y.  Two lanes of four
+warps share this role: each has half of the rows of V.  They take turns in issuing products, so that
 the products of one lane run beside the sums and conversions of the other.  Shared memory:
 `rings.py`.
 """
