@@ -111,7 +111,7 @@ def plain_beta(inputs: GDNInputs) -> Reasons:
 # --- arguments in other forms
 
 
-def packed(
+def flattened(
     inputs: GDNInputs, *names: str, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, ...]:
     """The named tensors with all sequences one after the other, (tokens, ...), contiguous.
@@ -141,7 +141,7 @@ def raw_gates(inputs: GDNInputs) -> tuple[torch.Tensor, ...]:
     Returns a (tokens, HV), of KDA (tokens, HV, K); b (tokens, HV); A_log (HV); dt_bias (HV), of KDA
     (HV * K); all in fp32.
     """
-    g, beta = packed(inputs, "g", "beta", dtype=torch.float64)
+    g, beta = flattened(inputs, "g", "beta", dtype=torch.float64)
     a = g.neg().expm1().log().float()
     b = beta.logit().float()
     A_log = torch.zeros_like(b[0])
@@ -353,8 +353,8 @@ def load_cudnn() -> Implementation:
     function = import_module("cudnn.linear_attention.ops").kimi_delta_attention
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        rows = packed(inputs, "q", "k", "v")
-        gates = packed(inputs, "g", "beta", dtype=torch.float32)
+        rows = flattened(inputs, "q", "k", "v")
+        gates = flattened(inputs, "g", "beta", dtype=torch.float32)
         bounds = bounds_of(inputs).int()
         return _on_packs(function, inputs, *rows, *gates, bounds, plan_name=CUDNN_PLAN)
 
@@ -445,8 +445,8 @@ def load_flashinfer() -> Implementation:
     function = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        rows = packed(inputs, "q", "k", "v")
-        g, beta = packed(inputs, "g", "beta", dtype=torch.float32)
+        rows = flattened(inputs, "q", "k", "v")
+        g, beta = flattened(inputs, "g", "beta", dtype=torch.float32)
         return _on_packs(
             function,
             inputs,

@@ -3,7 +3,7 @@ ones.
 
 The unfused kernels' block sizes and warps for 16-bit operands were the fastest of a sweep on an
 H200, with 16 key heads, 32 value heads, K = V = 128, and one sequence of 8K and of 64K positions.
-Smaller dimensions use the same values, limited to the dimension.
+Other dimensions use the same values, limited to the dimension, where no comment below gives others.
 
 Dtypes of the unfused kernels:
 

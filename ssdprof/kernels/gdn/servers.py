@@ -23,7 +23,7 @@ import torch
 
 from ssdprof.kernels.adapters import Prepared, bounds_of, import_kernels, prepared_kernel, too_long
 from ssdprof.kernels.gdn.adapters import (
-    packed,
+    flattened,
     plain_beta,
     plain_gates,
     raw_gates,
@@ -65,7 +65,7 @@ def _options(inputs: GDNInputs) -> dict[str, Any]:
 
 def _tokens(inputs: GDNInputs, *names: str) -> dict[str, torch.Tensor]:
     """The named tensors with all sequences as one pack, (1, tokens, ...), by name."""
-    return {name: packed(inputs, name)[0][None] for name in names}
+    return {name: flattened(inputs, name)[0][None] for name in names}
 
 
 # --- prompts
@@ -93,7 +93,7 @@ def load_vllm(operator: str) -> Implementation:
 
     def prepare(inputs: GDNInputs) -> Prepared:
         run = bind_kda(inputs) if operator == "kda" else bind_gdn(inputs)
-        v = packed(inputs, "v")[0][None]
+        v = _tokens(inputs, "v")["v"]
         states = v_first_states(inputs)
         options = _options(inputs)
         shape = inputs.v.shape
@@ -115,7 +115,7 @@ def load_sglang(operator: str) -> Implementation:
     function = getattr(import_kernels(f"{_SGLANG}.{module}"), function_name)
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        v = packed(inputs, "v")[0][None]
+        v = _tokens(inputs, "v")["v"]
         states = v_first_states(inputs)
         shape = inputs.v.shape
         slots = torch.arange(len(states), dtype=torch.int32, device=v.device)
