@@ -59,9 +59,9 @@ def gdn_fused(
     K and V: 1 to 256, independent of each other
     g: (B, T, HV), natural logarithm of the decay.  The host does not check it; a g above 0 counts
         as 0.
-    beta: (B, T, HV), any value.  If beta times the squared norm of a key is above 2, the result may
-        overflow to NaN although the state stays small; `gdn_unfused` and `gdn_recurrent` have no
-        such limit.
+    beta: (B, T, HV), any value.  If beta times the squared norm of a key is above 2 or below 0, the
+        result may overflow to NaN although the state stays small; `gdn_unfused` and `gdn_recurrent`
+        have no such limit.
     scale: K ** -0.5 if None
     initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first
     use_qk_l2norm: q and k are divided by sqrt(sum of their squares + 1e-6) first
