@@ -529,8 +529,8 @@ def _bind_flashinfer(module: Any, inputs: GDNInputs, slots: Slots) -> Bound:
 
 def load_flashinfer_mtp() -> Implementation:
     """The library's functions for GDN on a pool of states: `gated_delta_rule_decode_pretranspose`
-    for calls that keep the final state of each sequence, after one token or several, and
-    `gated_delta_rule_mtp` (multi-token prediction) for calls that keep the state after each token.
+    for calls of one token and those that keep only the final state of each sequence, and
+    `gated_delta_rule_mtp` (multi-token prediction) for those that keep the state after each token.
     """
     module = import_module("flashinfer.gdn_decode")
 

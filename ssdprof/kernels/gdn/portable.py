@@ -154,7 +154,7 @@ def whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen):
 #
 # Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join these blocks have
 # operands of the dtype MERGE.  fp16 has the precision of tf32 and costs half, but its range is
-# guaranteed to be sufficient only for normalised keys.
+# guaranteed to be sufficient only for normalised keys and beta from 0 to 2.
 
 
 @triton.jit
