@@ -225,12 +225,15 @@ def refuse_unwritable(inputs: Inputs, *, in_place: bool) -> None:
     at the end.
 
     Raises ValueError for a call in place without a tensor to write to, with `state_every`, or with
-    an expanded tensor, and UnsupportedError for states after every few tokens.
+    an expanded tensor, and for slots to write to in another call.  Raises UnsupportedError for
+    states after every few tokens.
     """
     name = inputs.STATES
     initial = getattr(inputs, name)
     if in_place and (initial is None or inputs.state_every):
         raise ValueError(f"in_place needs {name} to write to, and writes one state: no state_every")
+    if not in_place and not (inputs.write_indices is None and inputs.accepted is None):
+        raise ValueError("write_indices and accepted are for calls in place")
     if inputs.state_every > 1:
         raise UnsupportedError("recurrent: the state after every token, or only at the end")
     if in_place and is_expanded(initial):

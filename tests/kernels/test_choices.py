@@ -142,7 +142,7 @@ FROZEN = {
     ("ssd", "portable"): "7b8996b7e0a8149a", ("ssd", "hopper"): "5316fca23e66160a",
     ("ssd", "recurrent"): "d534f25ac8ca1043", ("ssd", "unfused_step"): "9a81421c82281b7c",
     ("gdn", "unfused"): "45efeb3d529ef775", ("gdn", "fused"): "0babb6e9e63fda88",
-    ("gdn", "portable"): "87e51a757b1ca4b2", ("gdn", "hopper"): "f7691f8876805251",
+    ("gdn", "portable"): "87e51a757b1ca4b2", ("gdn", "hopper"): "943769517c68cddd",
     ("gdn", "recurrent"): "f7e73c3e6e3553c5", ("gdn", "unfused_step"): "33f7b9b9b9ad5b47",
 }  # fmt: skip
 

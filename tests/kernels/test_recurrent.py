@@ -83,11 +83,7 @@ def test_16_bit_rounds_only_the_output(dtype):
 @pytest.mark.parametrize("turned", [False, True])
 def test_in_place(operator: str, turned, dtype):
     """The state keeps its memory, dtype and layout."""
-    inputs: Any = SSDCase(batch=3, seqlen=1, heads=4, groups=2, initial_states=True).inputs()
-    if operator == "gdn":
-        inputs = GDNCase(
-            seqlen=1, batch=2, values_per_key=2, value_dim=20, initial_states=True
-        ).inputs()
+    inputs = POOLED[operator].but(seqlen=1).inputs()
     run = RECURRENT[operator]
     state = inputs.initial.to(dtype)
     state = state.mT.contiguous().mT if turned else state
@@ -109,7 +105,7 @@ def pooled(inputs, dtype: torch.dtype):
 
 
 OF_DELTA_RULE = dict(
-    batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=16, initial_states=True
+    batch=3, seqlen=2, values_per_key=2, key_dim=16, value_dim=20, initial_states=True
 )
 POOLED: dict[str, Any] = {
     "ssd": SSDCase(
@@ -133,6 +129,8 @@ def test_a_servers_pool_in_place(operator, dtype, index):
     others[slots] = False
     out, states = get(operator, "reference").run(inputs.after(before[slots]), Precision())
     run = ssd_recurrent if operator == "ssd" else gdn_recurrent
+    with pytest.raises(ValueError, match="in place"):
+        run(replace(inputs, write_indices=slots))
     found = run(replace(inputs, state_indices=inputs.state_indices.to(index)), in_place=True)
     assert found.final_states is pool
     torch.testing.assert_close(found.out.float(), out, rtol=1e-5, atol=1e-6)
@@ -206,11 +204,8 @@ def test_every_state(operator, many, monkeypatch):
     last is final.
     """
     monkeypatch.setattr("ssdprof.kernels.gdn.recurrent.MANY_HEADS", many)
-    case: Any = dict(
-        gdn=GDNCase(values_per_key=2, value_dim=20), kda=KDACase(value_dim=20), ssd=SSDCase(heads=4)
-    )[operator]
     inputs, packed = (
-        case.but(initial_states=True, **own).inputs() for own in (BATCH, dict(lengths=(0, 3, 0, 6)))
+        POOLED[operator].but(**own).inputs() for own in (BATCH, dict(lengths=(0, 3, 0, 6)))
     )
     run, plan = get(operator, "recurrent").run, get(operator, "recurrent").plan
     every = replace(inputs, state_every=1)

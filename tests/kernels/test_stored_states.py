@@ -23,6 +23,8 @@ from torch import Tensor
 
 from ssdprof.errors import BadInputError
 from ssdprof.kernels import Precision, get
+from ssdprof.kernels.gdn.recurrent import blocks_of
+from ssdprof.kernels.stored_states import Stepping
 from ssdprof.operators.decode_states import parse_state_format, stepped_states
 
 CASES: dict[str, Any] = {
@@ -272,6 +274,12 @@ def test_other_sequences_and_slices_change_nothing(operator, name, monkeypatch):
         monkeypatch.setattr(f"{module}.blocks_of", lambda *_, **__: slices)
     sliced = pool_states(inputs, name, 2, (0, 3, 5), 5)
     torch.testing.assert_close(sliced, states, rtol=0, atol=0)
+
+
+def test_a_program_of_a_whole_state_has_no_more_warps_than_a_gpu_allows():
+    inputs = GDNCase(seqlen=1, key_dim=256, value_dim=256).inputs()
+    stepping = Stepping(parse_state_format("int8:head"))
+    assert blocks_of(inputs, stepping=stepping)["num_warps"] == 32
 
 
 # --- what a format cannot hold, and what is no format

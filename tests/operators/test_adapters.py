@@ -404,7 +404,7 @@ REFUSED: list[tuple[str, Any, Precision, str]] = [
     ("flashinfer", of_gdn(key_dim=64, value_dim=64), EXACT, "K and V are 128, not 64 and 64"),
     ("flash_qla", of_gdn(dtype=FP32), EXACT, "fp16 and bf16 inputs only"),
     ("flashinfer", of_gdn(), OF_FP16, "states stay in fp32"),
-    ("flashinfer_mtp", of_gdn(packed=True), EXACT, "at most 64 tokens of each sequence"),
+    ("flashinfer_mtp", of_gdn(packed=True), EXACT, "no packed sequences"),
     ("flashinfer_mtp", of_gdn(length=1, dtype=FP16), EXACT, "one token in bf16 only"),
     ("flash_kda", of_kda(), EXACT, "states that enter chunks are bf16"),
     ("flash_kda", of_kda(key_dim=64), OF_BF16, "K and V are 128"),

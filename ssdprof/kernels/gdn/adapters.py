@@ -1,5 +1,6 @@
 """GDN and KDA kernels of other libraries, as installed.  Each `load_...` imports its library, and
-raises ImportError if it, or one of its dependencies, is missing.  The caller imports fla.
+raises ImportError if it, or one of its dependencies, is missing.  For fla the caller does this, and
+passes the module.
 
 fla         the Triton kernels of https://github.com/fla-org/flash-linear-attention.  It passes some
             calls to other installed libraries; `operators/fla.py` turns this off
@@ -12,9 +13,9 @@ flash_kda   the CUTLASS kernels of https://github.com/MoonshotAI/FlashKDA for KD
             and beta before their activations, in bf16, so that g and beta are rounded once more.
             The comparison with the oracle shows the effect
 cudnn       the CUDA kernel of https://github.com/NVIDIA/cudnn-frontend for KDA on Hopper.  Where it
-            cuts a long sequence, it drops history after the least decay of any channel, which is a
-            bound only for keys that do not mix channels.  It supports keys of at most length 1 and
-            beta between 0 and 1
+            cuts a long sequence, it drops history once all channels have decayed, although keys
+            that mix channels may keep it.  It supports keys of at most length 1 and beta between 0
+            and 1
 flashinfer  the kernels of https://github.com/flashinfer-ai/flashinfer for GDN.  Those for prompts
             take decays instead of their logarithms, and beta.  Those for steps on a pool,
             flashinfer_mtp, take gates and beta before their activations.  All are in fp32, and
@@ -56,9 +57,9 @@ CUDNN_PLAN = "kda_hopper_cuda"  # the library's name of this kernel
 # by operator: the name of the module to pass to `load_fla` and `load_fla_recurrent`, and how its
 # functions' names end
 FLA = {"gdn": "fla.ops.gated_delta_rule", "kda": "fla.ops.kda"}
-_FUNCTION = {"gdn": "gated_delta_rule", "kda": "kda"}
+_FLA_SUFFIXES = {"gdn": "gated_delta_rule", "kda": "kda"}
 # by operator: the model type of transformers, and its function
-_MODEL = {
+_MODEL_FUNCTIONS = {
     "gdn": ("qwen3_next", "torch_chunk_gated_delta_rule"),
     "kda": ("kimi_linear", "chunk_kimi_delta_attention"),
 }
@@ -79,20 +80,22 @@ def _unlike_128(inputs: GDNInputs, precision: Precision) -> Reasons:
 
 @once
 def _range_of_g(inputs: GDNInputs) -> tuple[float, float]:
-    """The least and the largest g.  The host waits for them."""
+    """The least and the largest g, NaN if any is NaN.  The host waits for them."""
     low, high = inputs.g.aminmax()
     return float(low), float(high)
 
 
 @once
 def _range_of_beta(inputs: GDNInputs) -> tuple[float, float]:
-    """The least and the largest beta.  The host waits for them."""
+    """The least and the largest beta, NaN if any is NaN.  The host waits for them."""
     low, high = inputs.beta.aminmax()
     return float(low), float(high)
 
 
 def plain_gates(inputs: GDNInputs) -> Reasons:
-    """Reasons against these inputs, for a kernel that uses g without clamping it."""
+    """Reasons against these inputs, for a kernel that uses g without clamping it.  Inputs with a
+    NaN among g are not refused.
+    """
     low, high = _range_of_g(inputs)
     yield low == -inf or high > 0, "g is finite and at most 0"
 
@@ -108,7 +111,7 @@ def plain_beta(inputs: GDNInputs) -> Reasons:
 # --- arguments in other forms
 
 
-def packed(
+def flattened(
     inputs: GDNInputs, *names: str, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, ...]:
     """The named tensors with all sequences one after the other, (tokens, ...), contiguous.
@@ -132,13 +135,13 @@ def raw_gates(inputs: GDNInputs) -> tuple[torch.Tensor, ...]:
 
         g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b)
 
-    A_log and dt_bias are zero here, so that a and b follow from g and beta.  They are NaN where g
-    is above 0 or beta outside of 0 to 1 (`refused_gates`).
+    A_log and dt_bias are zero here, so that a and b follow from g and beta.  a is NaN where g is
+    above 0, and b where beta is outside of 0 to 1 (`refused_gates`).
 
     Returns a (tokens, HV), of KDA (tokens, HV, K); b (tokens, HV); A_log (HV); dt_bias (HV), of KDA
     (HV * K); all in fp32.
     """
-    g, beta = packed(inputs, "g", "beta", dtype=torch.float64)
+    g, beta = flattened(inputs, "g", "beta", dtype=torch.float64)
     a = g.neg().expm1().log().float()
     b = beta.logit().float()
     A_log = torch.zeros_like(b[0])
@@ -166,10 +169,10 @@ def load_fla(module: Any, operator: str = "gdn") -> Implementation:
     prefixes = (FLA[operator], *_FLA_KERNELS)
     loaded = sorted(sys.modules.items())
     tunings = Tunings(kernels for name, kernels in loaded if name.startswith(prefixes))
-    run = _function(getattr(module, f"chunk_{_FUNCTION[operator]}"))
+    run = _caller_of(getattr(module, f"chunk_{_FLA_SUFFIXES[operator]}"))
 
     def call(inputs: GDNInputs, precision: Precision) -> GDNOutput:
-        short = inputs.v.shape[0] * inputs.v.shape[1] <= SHORT
+        short = inputs.v.shape[0] * inputs.length <= SHORT
         tunings.use_for((inputs.q.shape[2:], inputs.v.shape[2:], inputs.q.dtype, short))
         return run(inputs, precision)
 
@@ -202,7 +205,7 @@ def load_fla_recurrent(module: Any, operator: str = "gdn") -> Implementation:
         yield too_long(inputs)
         yield from plain_gates(inputs)
 
-    call = _function(getattr(module, f"fused_recurrent_{_FUNCTION[operator]}"))
+    call = _caller_of(getattr(module, f"fused_recurrent_{_FLA_SUFFIXES[operator]}"))
     plan = Plan(variant="triton", launches=1, reason="one launch, token by token")
     return library_kernel(operator, "fla_recurrent", unsupported, call, plan)
 
@@ -212,7 +215,7 @@ def load_model(operator: str = "gdn", package: str = "") -> Implementation:
 
     operator: gdn or kda.  package: "" for the torch function.
     """
-    model_type, function_name = _MODEL[operator]
+    model_type, function_name = _MODEL_FUNCTIONS[operator]
     function = model_function(model_type, function_name, package)
 
     def call(inputs: GDNInputs, _precision: Precision) -> GDNOutput:
@@ -235,7 +238,7 @@ def load_model(operator: str = "gdn", package: str = "") -> Implementation:
 
 def load_flash_qla() -> Implementation:
     """The library's TileLang kernels for GDN."""
-    call = _function(import_module("flash_qla").chunk_gated_delta_rule)
+    call = _caller_of(import_module("flash_qla").chunk_gated_delta_rule)
 
     @first_reason
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
@@ -300,7 +303,8 @@ def load_flash_kda() -> Implementation:
         supported = (
             inputs.q.dtype == torch.bfloat16 and inputs.values_per_key == 1 and inputs.use_qk_l2norm
         )
-        yield not supported, "bf16 inputs, as many key heads, and q and k that it normalises"
+        reason = "bf16 inputs, as many key heads as value heads, and q and k that it normalises"
+        yield not supported, reason
 
     plan = Plan(
         variant="cutlass",
@@ -319,7 +323,7 @@ def _on_packs(
     arguments: those that the function takes by position: q, k and v, then more.
     others: those that it takes by name, besides those that are given here.  With
         `state_checkpoints` among them, the function writes its states there, and they are the
-        result instead of the final states.
+        result instead of the final states.  The next call overwrites them.
     """
     shape = inputs.v.shape
     checkpoints = others.get("state_checkpoints")
@@ -349,8 +353,8 @@ def load_cudnn() -> Implementation:
     function = import_module("cudnn.linear_attention.ops").kimi_delta_attention
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        rows = packed(inputs, "q", "k", "v")
-        gates = packed(inputs, "g", "beta", dtype=torch.float32)
+        rows = flattened(inputs, "q", "k", "v")
+        gates = flattened(inputs, "g", "beta", dtype=torch.float32)
         bounds = bounds_of(inputs).int()
         return _on_packs(function, inputs, *rows, *gates, bounds, plan_name=CUDNN_PLAN)
 
@@ -396,7 +400,7 @@ def _call(
     return GDNOutput(out, final_states)
 
 
-def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], GDNOutput]:
+def _caller_of(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], GDNOutput]:
     """A function of inputs and precision that calls fla's `function`, or one with the same
     arguments.
     """
@@ -416,8 +420,8 @@ def _function(function: Callable[..., Any]) -> Callable[[GDNInputs, Precision], 
 
 
 def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
-    """FlashInfer's arguments for the states after every `state_every` tokens, which divide the
-    sequences; empty if the call asks for none.
+    """FlashInfer's arguments for the states after every `state_every` tokens, a number that divides
+    the length of the sequences; empty if the call asks for none.
     """
     every, device = inputs.state_every, inputs.device
     if not every:
@@ -433,14 +437,16 @@ def _checkpoints(inputs: GDNInputs) -> dict[str, Any]:
 
 
 def load_flashinfer() -> Implementation:
-    """The library's chunked kernels for GDN.  A separate launch normalises q and k."""
+    """The library's chunked kernels for GDN.  A separate launch normalises q and k if the call asks
+    for it.
+    """
     # without this module the library does not normalise, and does not say so
     import_module("flashinfer.gdn_kernels.qk_l2norm")
     function = import_module("flashinfer.gdn_prefill").chunk_gated_delta_rule
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        rows = packed(inputs, "q", "k", "v")
-        g, beta = packed(inputs, "g", "beta", dtype=torch.float32)
+        rows = flattened(inputs, "q", "k", "v")
+        g, beta = flattened(inputs, "g", "beta", dtype=torch.float32)
         return _on_packs(
             function,
             inputs,
@@ -477,7 +483,8 @@ def _bind_flashinfer(module: Any, inputs: GDNInputs, slots: Slots) -> Bound:
 
     module: `flashinfer.gdn_decode`
 
-    Raises UnsupportedError if the call keeps states after tokens, but not after each of them.
+    Raises UnsupportedError if the call keeps states after several tokens, but not after each of
+    them.  While a CUDA graph is captured, this is not checked.
     """
     q, k, v = (tensor.contiguous() for tensor in (inputs.q, inputs.k, inputs.v))
     a, b, A_log, dt_bias = raw_gates(inputs)
@@ -522,8 +529,8 @@ def _bind_flashinfer(module: Any, inputs: GDNInputs, slots: Slots) -> Bound:
 
 def load_flashinfer_mtp() -> Implementation:
     """The library's functions for GDN on a pool of states: `gated_delta_rule_decode_pretranspose`
-    for calls that keep the final state of each sequence, after one token or several, and
-    `gated_delta_rule_mtp` (multi-token prediction) for calls that keep the state after each token.
+    for calls of one token and those that keep only the final state of each sequence, and
+    `gated_delta_rule_mtp` (multi-token prediction) for those that keep the state after each token.
     """
     module = import_module("flashinfer.gdn_decode")
 
@@ -531,8 +538,9 @@ def load_flashinfer_mtp() -> Implementation:
     def unsupported(inputs: GDNInputs, precision: Precision) -> Reasons:
         yield from _unlike_128(inputs, precision)
         yield inputs.q.dtype != torch.bfloat16 and inputs.length == 1, "one token in bf16 only"
-        long = inputs.cu_seqlens is not None or inputs.length > LONGEST_BY_TOKEN
-        yield long, f"at most {LONGEST_BY_TOKEN} tokens of each sequence"
+        yield inputs.cu_seqlens is not None, "no packed sequences"
+        is_long = inputs.length > LONGEST_BY_TOKEN
+        yield is_long, f"at most {LONGEST_BY_TOKEN} tokens of each sequence"
 
     reason = "raw gates in fp32 and a pool of V-first states are prepared outside of its time"
     return pool_kernel(

@@ -71,8 +71,9 @@ def chunk_gated_delta_rule(
 
 
 _LOG_GATE_HINT = "pass g as the logarithm of the decay"
-# option of fla, of GDN or of KDA -> what to do instead, the end of a message
-_REPLACEMENT_HINTS = {
+# option of fla, for GDN or for KDA -> the end of the message that refuses it: what to do instead,
+# or why the option is not supported
+_REFUSAL_HINTS = {
     "head_first": "transpose heads and positions",
     "use_beta_sigmoid_in_kernel": "pass beta.sigmoid()",
     "allow_neg_eigval": "pass 2 * beta",
@@ -85,10 +86,11 @@ _REPLACEMENT_HINTS = {
 
 
 def refuse(keywords: dict[str, object], **options: object) -> None:
-    """Raises UnsupportedError, which names the first option that is set: neither None nor False.
+    """Raises UnsupportedError if an option is set, that is, if its value is neither None nor False.
+    The message names the first such option.  Every option must have a hint in `_REFUSAL_HINTS`.
 
     keywords: options that the caller took from its `kwargs`, by name.
     """
     for name, value in (keywords | options).items():
         if value is not None and value is not False:
-            raise UnsupportedError(f"fused: no {name}; {_REPLACEMENT_HINTS[name]}")
+            raise UnsupportedError(f"fused: no {name}; {_REFUSAL_HINTS[name]}")

@@ -1,17 +1,18 @@
-"""The configuration of each GDN kernel, and the dtype of every product.
+"""The configurations of the portable and of the unfused GDN kernels, and the dtypes of the unfused
+ones.
 
 The unfused kernels' block sizes and warps for 16-bit operands were the fastest of a sweep on an
 H200, with 16 key heads, 32 value heads, K = V = 128, and one sequence of 8K and of 64K positions.
-Other dimensions use the same values, limited to the dimension.
+Other dimensions use the same values, limited to the dimension, where no comment below gives others.
 
 Dtypes of the unfused kernels:
 
     what                                            exact                 relaxed
-    k k^T, beta and the decays of the system        fp32                  fp32
+    system: k k^T, beta, decays, and their product  fp32                  fp32
     inverse: blocks of 16 rows                      fp32                  fp32
     inverse: products between these blocks          tf32; fp32: tf32x3    tf32
-    operands: q, k after normalisation, inverse,
-        w, u, v_new, state, scores                  inputs' dtype         16 bit
+    operands: q, k (normalised, if the call asks),
+        inverse, w, u, v_new, state, scores         inputs' dtype         16 bit
     decays, beta times decay, q k^T, and their
         products before they become an operand      fp32                  16 bit
     sums                                            fp32                  fp32
@@ -20,7 +21,8 @@ Dtypes of the unfused kernels:
 16 bit is the inputs' dtype, and bfloat16 for fp32 inputs.  fp32 operands are multiplied as two tf32
 numbers each.  The exact column has the dtypes of the Triton kernels of flash-linear-attention,
 which also store w, u, v_new and the states that enter chunks in the operands' dtype.  The system is
-never relaxed, because collinear keys amplify its errors.
+in fp32 at every precision, except that k is rounded as an operand, because collinear keys amplify
+its errors.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ from ssdprof.kernels.registry import CallKey, key_of_calls
 # positions: calls whose sequences have equally many chunks of this size share a tuned configuration
 CALL_CHUNK = 64
 _MIN_SEGMENT = 1024  # positions: a shorter segment would spend most of its time on the warm-up
-# from this many chunks of CALL_CHUNK positions per multiprocessor, wide slices of V are faster
-# (H200)
+# from this many chunks of CALL_CHUNK positions per multiprocessor, counted for each head and slice
+# of 128 of V, wide slices of V are faster (H200)
 _ENOUGH_CHUNKS = 16
 # most bytes of shared memory of a program, by compute capability (CUDA's programming guide); other
 # GPUs from capability 8.0 on, the oldest that run the portable kernel, have at least
@@ -90,7 +92,8 @@ def call_key(
 
 
 def operand_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
-    """The dtype of operands of matrix products, and of the workspace except gates and system.
+    """The dtype of operands of matrix products, except those inside the inverse, and of the
+    workspace except gates and system.
 
     dtype: that of the inputs.
     """
@@ -105,8 +108,8 @@ def intermediate(dtype: torch.dtype, precision: Precision) -> tl.dtype:
 def inverse_products(operand: torch.dtype) -> str:
     """`input_precision` of the products with which the inverse joins its fp32 blocks.
 
-    operand: dtype of operands (`operand_dtype`).  For 16 bit it is tf32, whose errors are below
-        those of 16-bit operands.
+    operand: dtype of operands (`operand_dtype`).  For 16 bit the result is "tf32", whose errors are
+        at most those of 16-bit operands.
     """
     return "tf32x3" if operand == torch.float32 else "tf32"
 
@@ -150,14 +153,14 @@ class GDNPortableConfig:
         *,
         batch_invariant: bool = False,
     ) -> GDNPortableConfig:
-        """As many programs as multiprocessors, if possible: first by slices of V, then by segments.
+        """Narrow slices of V, unless there are enough chunks for wide ones; then segments, if there
+        are at least twice as many multiprocessors as programs with whole sequences.
 
         The choice depends on shapes, dtype and GPU, and on the number of sequences unless the call
         is batch invariant.
 
-        The host does not know the lengths of packed sequences.  So a pack has segments that are
-        long enough if one sequence has nearly all positions; in a batch-invariant call it is not
-        cut.
+        The host does not know the lengths of packed sequences.  So the segments of a pack are as
+        long as if each sequence had all positions; in a batch-invariant call it is not cut.
         """
         heads, value_dim = inputs.v.shape[2:]
         sequences = 1 if batch_invariant else inputs.sequences
@@ -165,7 +168,7 @@ class GDNPortableConfig:
         uncut = batch_invariant and inputs.cu_seqlens is not None
         # Chunks of one row.  For a pack that is not cut, 0 gives the tiles of a short sequence: the
         # length of the pack depends on its other sequences.
-        chunks = 0 if uncut else triton.cdiv(inputs.v.shape[1], CALL_CHUNK)
+        chunks = 0 if uncut else triton.cdiv(inputs.length, CALL_CHUNK)
         wide_slices = heads * triton.cdiv(value_dim, 128)
         many_chunks = rows * chunks * wide_slices / sm_count >= _ENOUGH_CHUNKS
         config = cls._tiles(inputs, capability, many_chunks=many_chunks)
@@ -230,9 +233,9 @@ class GDNPortableConfig:
 
     def segment_for(self, inputs: GDNInputs, segments: int) -> int:
         """Chunks per segment for at most `segments` segments per sequence, and at least
-        _MIN_SEGMENT positions; 0 if sequences are not cut.
+        _MIN_SEGMENT positions; 0 if sequences are not cut.  segments: 0 counts as 1
         """
-        chunks = triton.cdiv(inputs.v.shape[1], self.chunk)
+        chunks = triton.cdiv(inputs.length, self.chunk)
         per_segment = max(triton.cdiv(chunks, max(1, segments)), _MIN_SEGMENT // self.chunk)
         return 0 if per_segment >= chunks else int(per_segment)
 
@@ -241,6 +244,7 @@ class GDNPortableConfig:
 
         shared_bytes: shared memory of a program.  Besides the stages it holds one chunk's state,
             residual and output.  With `v_rows` and slices of at most 32 these are in registers.
+            For relaxed fp32 inputs, whose factors have 16 bits, the result may be less than fits.
         """
         itemsize = inputs.q.element_size()
         padded = triton.cdiv(inputs.q.shape[3], self.block_k) * self.block_k
@@ -298,7 +302,7 @@ def qk_l2norm_options(key_dim: int) -> dict[str, int]:
 def unfused_options(inputs: GDNInputs, precision: Precision) -> dict[str, dict[str, int]]:
     """Block sizes, in capitals, and launch options of each of the six stages, by its name."""
     is_fp32 = operand_dtype(inputs.v.dtype, precision) == torch.float32
-    # all of K in one block if possible: eight warps then load enough at the same time
+    # all of K in one block, up to these columns; with 128, eight warps load enough at the same time
     block_k = block(inputs.q.shape[3], 32 if is_fp32 else 128)
     return {
         "gate_cumsum": GATE_CUMSUM,

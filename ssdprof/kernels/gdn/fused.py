@@ -58,10 +58,10 @@ def gdn_fused(
     v: (B, T, HV, V), HV a multiple of H: value head i uses q and k head i // (HV / H)
     K and V: 1 to 256, independent of each other
     g: (B, T, HV), natural logarithm of the decay.  The host does not check it; a g above 0 counts
-    as 0.
-    beta: (B, T, HV), any value.  If beta times the squared norm of a key is above 2, the result may
-        overflow to NaN although the state stays small; `gdn_unfused` and `gdn_recurrent` have no
-        such limit.
+        as 0.
+    beta: (B, T, HV), any value.  If beta times the squared norm of a key is above 2 or below 0, the
+        result may overflow to NaN although the state stays small; `gdn_unfused` and `gdn_recurrent`
+        have no such limit.
     scale: K ** -0.5 if None
     initial_state: (sequences, HV, K, V), or (sequences, HV, V, K) if state_v_first
     use_qk_l2norm: q and k are divided by sqrt(sum of their squares + 1e-6) first
@@ -72,8 +72,9 @@ def gdn_fused(
     q, k and v share a dtype: fp32, fp16 or bf16.  g, beta and initial_state may have any of these,
     and fp64.  Any strides are allowed.
 
-    precision: "relaxed" multiplies fp32 inputs in bfloat16 and changes nothing for others.  States
-        stay in fp32 registers for a whole sequence, so that state_dtype has no effect.
+    precision: "relaxed" multiplies fp32 inputs in bfloat16, except in the recurrent kernel, which
+        runs short sequences.  It changes nothing for others.  States pass from chunk to chunk and
+        from segment to segment in fp32, so that state_dtype has no effect.
     state_v_first: initial and final states have V before K
     batch_invariant: a sequence's result is bitwise the same in batches of any size, and bitwise the
         same in all packs.  The two may differ.  Without batch_invariant, the number of sequences
@@ -100,7 +101,7 @@ def gdn_fused(
         use_qk_l2norm=use_qk_l2norm,
         cu_seqlens=cu_seqlens,
     )
-    return _function(
+    return _fused_function(
         arguments, precision, state_v_first=state_v_first, batch_invariant=batch_invariant
     )
 
@@ -122,7 +123,8 @@ def equals_text(call: FusedCall) -> str:
 
 
 def _recurrent_unsupported(call: FusedCall) -> str:
-    """Why the recurrent kernel should not run a call: long sequences; "" if it should.
+    """Why the recurrent kernel should not run a call: sequences are too long, or the call is a
+    batch-invariant pack; "" if it should.
 
     The host does not know packed lengths.  So a pack runs this kernel if all its sequences together
     have at most _RECURRENT_LENGTH positions, or at most as many as there are sequences, which then
@@ -130,11 +132,11 @@ def _recurrent_unsupported(call: FusedCall) -> str:
     on the other sequences of the pack.
     """
     packed = call.inputs.cu_seqlens is not None
-    length = call.inputs.v.shape[1]
+    length = call.inputs.length
     if packed and call.batch_invariant:
         return "a pack"
-    longest = max(_RECURRENT_LENGTH, call.inputs.sequences) if packed else _RECURRENT_LENGTH
-    return "" if length <= longest else f"more than {longest} positions"
+    most = max(_RECURRENT_LENGTH, call.inputs.sequences) if packed else _RECURRENT_LENGTH
+    return "" if length <= most else f"more than {most} positions"
 
 
 def _recurrent_work(call: FusedCall, _blocks: Any) -> Work:
@@ -181,12 +183,13 @@ def _slices_work(call: FusedCall, config: GDNHopperConfig) -> Work:
     """
     count = hopper_slices.slice_count(call.inputs)
     launches, _, hopper_reason = _hopper_work(_by_slice(call), config)
-    copies = 1  # of the final states
+    copies, copied = 1, "states"  # one copy of the final states
     if count > 1:
         copies += 2  # of g and beta, for each slice
+        copied = "gates and states"
     if call.inputs.initial_state is not None:
         copies += 2  # zeros, and the initial states among them
-    padding = f"{count} x V / {count} padded to 128 as K is, copies of gates and states"
+    padding = f"K and slices of V ({count}) padded to 128, copies of {copied}"
     workspace_bytes = hopper_slices.workspace_bytes(call.inputs, config)
     return launches + copies, workspace_bytes, f"{padding}; {hopper_reason}"
 
@@ -265,7 +268,7 @@ FUSED: Fused = Fused("fused", (RECURRENT, HOPPER, SLICES, PORTABLE), rows=("q", 
 # The portable kernel for every call, also where `fused` would choose another one.  A bench times it
 # only by request.
 FUSED_PORTABLE: Fused = Fused("fused_portable", (PORTABLE,))
-_function = tensor_function(FUSED, GDNInputs)
+_fused_function = tensor_function(FUSED, GDNInputs)
 run, plan = FUSED.run, FUSED.plan
 for _fused in (FUSED, FUSED_PORTABLE):
     register(

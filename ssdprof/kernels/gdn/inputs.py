@@ -43,7 +43,8 @@ class GDNInputs(Inputs):
         as pool.mT.  The host does not read the values; they must name slots
     write_indices, accepted: for a call that updates a pool in place (`kernels/inputs.py`)
 
-    q, k and v share a dtype (fp32, fp16 or bf16); the others may also be fp64.
+    q, k and v share a dtype: fp32, fp16 or bf16.  g, beta and initial_state may have any of these,
+    and fp64.
 
     Raises ValueError, naming the argument.  Source: Yang, Kautz and Hatamizadeh 2024
     (arXiv:2412.06464).
@@ -113,8 +114,8 @@ class GDNInputs(Inputs):
 
     @property
     def kernel_tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors in the order in which kernels take them; None for those that the call does
-        not have.
+        """All tensors, in the order in which the recurrent kernel takes them; None for those that
+        the call does not have.
         """
         return (
             self.q,
@@ -134,7 +135,8 @@ class GDNInputs(Inputs):
         """Equal for inputs that differ only in the values of their tensors, and in addresses by a
         multiple of 16 bytes.
 
-        It determines whether inputs fit together, which kernels run, and what Triton compiles.
+        It determines whether inputs fit together.  Together with the precision and the options of a
+        call, it determines which kernels run, and what Triton compiles.
         """
         return (
             *map(tensor_signature, self.kernel_tensors),

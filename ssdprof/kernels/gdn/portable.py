@@ -58,12 +58,13 @@ from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import offset_dtype, strides_of, tile_strides
 
-# rows of the largest blocks that are inverted in fp32: the fewest rows of an operand of a product
+# rows of the largest blocks that are inverted in fp32 whatever MERGE is: the fewest rows of an
+# operand of a product
 LEAF = tl.constexpr(16)
 # log2 of the factor at which the rest of a state is neglected: it is less than a rounding of fp32
 NEGLIGIBLE = tl.constexpr(-24.0)
-# A power of 2 that P has as a factor and W has not: in fp16, the products with the shortest keys
-# would have few digits.
+# A power of 2 that P has as a factor and W has not: without it, products with very short keys would
+# have few digits in fp16.  With a scale of 128^-1/2 and normalised q, the whole factor is 1.4.
 UP = tl.constexpr(16.0)
 LOOK_BACK = tl.constexpr(128)  # chunks: one iteration of `chunks_to_forget` reads their bounds
 
@@ -153,7 +154,7 @@ def whole_sequence(sequence, cu_seqlens_ptr, cu_seqlens_strides, seqlen):
 #
 # Blocks of up to 16 rows are inverted in fp32 (tf32x3).  The products that join these blocks have
 # operands of the dtype MERGE.  fp16 has the precision of tf32 and costs half, but its range is
-# guaranteed to be sufficient only for normalised keys.
+# guaranteed to be sufficient only for normalised keys and beta from 0 to 2.
 
 
 @triton.jit
@@ -229,8 +230,8 @@ def load_rows(
     """Load positions o_t and dimensions o_k of q or k of one head: (position, BLOCK_K), zeros past
     KEY_DIM and where m_t is false.
 
-    ptr: the head's position 0, of which o_t counts.  ALIGNED: m_t is true everywhere.  WHOLE: no
-    o_k is past KEY_DIM.
+    ptr: pointer to the head's row at position 0 of o_t.  ALIGNED: m_t is true everywhere.  WHOLE:
+    no o_k is past KEY_DIM.
     """
     pointers = ptr + o_t[:, None] * strides[1] + o_k[None, :].to(o_t.dtype) * strides[3]
     if ALIGNED and WHOLE:
@@ -244,7 +245,7 @@ def load_rows(
 @triton.jit
 def log2_decays(g_ptr, stride, o_t, m_t):
     """g of a chunk's positions in log2 units (C), clamped to [FORGOTTEN, 0]; 0 past the sequence's
-    end.  NaN stays NaN.
+    end.  NaN stays NaN.  g_ptr: to the chunk's first position.  stride: between positions
     """
     g = tl.load(g_ptr + o_t.to(tl.int64) * stride, mask=m_t, other=0.0).to(tl.float32)
     return tl.clamp(g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -489,7 +490,8 @@ def finish_output(out, Y, rows_ptr, out_factor_ptr, head_slot, S: tl.constexpr):
 def pass_chunks(
     state, first, stop, length, first_head_slot, keys, values, m_v, output, factors, S: tl.constexpr
 ):
-    """The state after chunks `first` to `stop` - 1, from the state that enters them.
+    """The state after chunks `first` to `stop` - 1, from the state that enters them.  Also stores
+    their outputs, unless `output` is None.
 
     length: positions of the sequence
     first_head_slot: index of the slot of the sequence's first chunk and of the head in what the
@@ -661,8 +663,8 @@ def factor_shapes(
 def operand_shapes(
     inputs: GDNInputs, precision: Precision, chunk: int, block_k: int, count: int = 1
 ) -> FactorShapes:
-    """Shape and dtype of the operands among these tensors: `count` of C x K, with K padded to whole
-    blocks, and then one of C x C.
+    """Shape and dtype of those tensors that the second launch reads as operands: `count` of C x K,
+    with K padded to whole blocks, and then one of C x C.
     """
     padded = triton.cdiv(inputs.q.shape[3], block_k) * block_k
     slots, heads = inputs.slot_count(chunk), inputs.v.shape[2]
@@ -705,13 +707,11 @@ def _launchers(
     operand: dtype of operands.  final_strides: strides of the final states.
     """
     out = torch.empty(inputs.v.shape, device="meta")  # for its strides
-    tensors = inputs.q, inputs.k, inputs.v, out
-    q_strides, k_strides, v_strides, out_strides = map(tile_strides, tensors)
+    tiled = inputs.q, inputs.k, inputs.v
+    q_strides, k_strides, v_strides, out_strides = map(tile_strides, (*tiled, out))
     cu_strides = strides_of(inputs.cu_seqlens)
     sizes = inputs.length, inputs.sequences
-    common = options_of(
-        inputs, operand, config.chunk, (inputs.q, inputs.k, inputs.v), final_strides
-    )
+    common = options_of(inputs, operand, config.chunk, tiled, final_strides)
     common |= dict(VALUES_PER_KEY=inputs.values_per_key, BLOCK_K=config.block_k)
     factors = Launcher(
         _gdn_factors_kernel,

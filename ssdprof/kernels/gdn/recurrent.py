@@ -22,7 +22,8 @@ In:   q, k (B, T, H, K) | v (B, T, HV, V) | g, beta (B, T, HV)
       (`kernels/inputs.py`)
 Out:  out (B, T, HV, V), v's dtype
       final states (sequences, HV, K, V) fp32; or the states after every token (B * T, HV, K, V)
-      fp32; or, in place, initial_state itself.  They have V before K in memory if a pool does
+      fp32; or, in place, initial_state itself.  New states have V before K in memory if the call
+      reads a pool that has V before K, or if `fused` asks for it
 Grid: (sequences * HV * slices of V), slices fastest, then heads.
 Oracle: `reference.py`, `gdn_recurrence`.  Source: Yang, Kautz and Hatamizadeh 2024
 (arXiv:2412.06464), equation 10.
@@ -72,7 +73,8 @@ from ssdprof.kernels.stored_states import (
 from ssdprof.kernels.tensors import strides_of, strides_of_each
 
 _STEP = "unfused_step"
-# tokens that are loaded together: with eight, the additional registers cost more than the loads
+# most tokens that are loaded together: with eight, the additional registers cost more than the
+# loads
 MOST_TOKENS = 4
 # From this many heads of all sequences on, a call that writes every state has wider programs.  On
 # an H100, 16 sequences of 32 heads were faster with them, and one was slower.
@@ -94,19 +96,21 @@ def blocks_of(
     num_warps: warps per program.
 
     For several tokens, a program has narrow slices and, for K up to 128, one warp, which sums over
-    K without barriers.  For one token, and for packed sequences, it has wider rows of the state.
+    K without barriers.  For one token, and for packed sequences, slices are wider.
     On an H200 with K = V = 128, 64 sequences of four tokens take 79 us with slices of 16, and 128
     to 138 us with slices of 32; 64 sequences of one token take 71 and 68 us.  A thread has at
     most 64 numbers of the state in registers, or 128 if `wide`.  Apart from `wide`, the choice does
     not depend on the number of sequences, so that a sequence's result does not depend on it either.
 
-    wide: for calls that write every state, in rows of 256 bytes instead of 64.  On an H100, 64
-        sequences of eight tokens take 437 us instead of 497, but one sequence 21 us instead of 12.
-    stepping: if states are stored with one scale for a head, a program needs a whole state; if they
-        are rounded, tokens are loaded one by one, because roundings of four would spill.
+    wide: for calls that write every state, in rows of 256 bytes, instead of 64 for several tokens
+        and 128 for others.  On an H100, 64 sequences of eight tokens take 437 us instead of 497,
+        but one sequence 21 us instead of 12.
+    stepping: in a simulation of stored states, a program has a whole state if a head has one scale,
+        or if Triton's interpreter runs it.  If states are rounded, tokens are loaded one by one,
+        because roundings of four would spill.
     """
     # the host does not know packed lengths
-    tokens = inputs.v.shape[1] if inputs.cu_seqlens is None else 1
+    tokens = inputs.length if inputs.cu_seqlens is None else 1
     block_v, numbers_per_thread = 32, 32
     if wide:
         block_v, numbers_per_thread = 64, 128
@@ -116,7 +120,8 @@ def blocks_of(
     block_v = value_dim if stepping.whole_state else min(block_v, value_dim)
     numbers = triton.next_power_of_2(inputs.q.shape[3]) * block_v
     loads = triton.cdiv(tokens, 1 if stepping.rounds else MOST_TOKENS)
-    num_warps = max(1, numbers // (numbers_per_thread * 32))
+    # 32 is the most that a GPU allows; for one token, a whole state with K = V = 256 would have 64
+    num_warps = min(max(1, numbers // (numbers_per_thread * 32)), 32)
     return {"block_v": block_v, "block_t": triton.cdiv(tokens, loads), "num_warps": num_warps}
 
 
@@ -294,7 +299,7 @@ def recurrent_launch(
         _gdn_recurrent_kernel,
         (
             (*map(strides_of, (*inputs.kernel_tensors, new_out)), states_strides),
-            inputs.v.shape[1],
+            inputs.length,
             inputs.scale_or_default,
             stepping.seed,
         ),
@@ -348,17 +353,20 @@ def gdn_recurrent(
     in_place: bool = False,
     batch_invariant: bool = False,
 ) -> GDNOutput:
-    """Output in v's dtype, final states in fp32, whatever the precision.  The call takes T
-    dependent steps, and so is meant for short T.
+    """Output in v's dtype, final states in fp32, whatever the precision; if inputs.state_every is
+    1, the states after every token instead of the final ones.  The call takes T dependent steps,
+    and so is meant for short T.
 
     in_place: the final states overwrite inputs.initial_state, in its dtype, and the call returns
         that tensor.  For a pool, `kernels/inputs.py` says which slots are read and written.
     batch_invariant: matters only if inputs.state_every is 1.  Without it, a call in which all
-        sequences together have MANY_HEADS heads has other programs, whose results may differ in
-        the last bits.
+        sequences together have at least MANY_HEADS heads has other programs, whose results may
+        differ in the last bits.
 
-    Raises ValueError for inputs that do not fit together, and if in_place has no initial_state to
-    write to, an expanded one, or inputs.state_every; UnsupportedError if the kernel cannot run.
+    Raises ValueError for inputs that do not fit together, if in_place has no initial_state to write
+    to, an expanded one, or inputs.state_every, and if a call that is not in place has write_indices
+    or accepted; UnsupportedError for a larger state_every, inputs that require a gradient, and a
+    device on which the kernel does not run.
     """
     refuse_gradient("recurrent", vars(inputs).values())
     wide = _is_wide(inputs) and not batch_invariant

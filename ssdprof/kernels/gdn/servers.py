@@ -23,7 +23,7 @@ import torch
 
 from ssdprof.kernels.adapters import Prepared, bounds_of, import_kernels, prepared_kernel, too_long
 from ssdprof.kernels.gdn.adapters import (
-    packed,
+    flattened,
     plain_beta,
     plain_gates,
     raw_gates,
@@ -65,7 +65,7 @@ def _options(inputs: GDNInputs) -> dict[str, Any]:
 
 def _tokens(inputs: GDNInputs, *names: str) -> dict[str, torch.Tensor]:
     """The named tensors with all sequences as one pack, (1, tokens, ...), by name."""
-    return {name: packed(inputs, name)[0][None] for name in names}
+    return {name: flattened(inputs, name)[0][None] for name in names}
 
 
 # --- prompts
@@ -93,7 +93,7 @@ def load_vllm(operator: str) -> Implementation:
 
     def prepare(inputs: GDNInputs) -> Prepared:
         run = bind_kda(inputs) if operator == "kda" else bind_gdn(inputs)
-        v = packed(inputs, "v")[0][None]
+        v = _tokens(inputs, "v")["v"]
         states = v_first_states(inputs)
         options = _options(inputs)
         shape = inputs.v.shape
@@ -115,7 +115,7 @@ def load_sglang(operator: str) -> Implementation:
     function = getattr(import_kernels(f"{_SGLANG}.{module}"), function_name)
 
     def prepare(inputs: GDNInputs) -> Prepared:
-        v = packed(inputs, "v")[0][None]
+        v = _tokens(inputs, "v")["v"]
         states = v_first_states(inputs)
         shape = inputs.v.shape
         slots = torch.arange(len(states), dtype=torch.int32, device=v.device)
@@ -166,7 +166,7 @@ def _chunked_kernel(
 class _Step:
     """The tensors of a call in the form in which a server passes them to a kernel for steps.
 
-    slots: as the kernel counts them
+    slots: numbered as the kernel numbers them, which is from 1 on for vLLM's
     mixed: (tokens, 2 H K + HV V), q, k and v of each token one after the other, as they leave the
         convolution
     gates: see `raw_gates`
@@ -184,8 +184,8 @@ class _Step:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each sequence has one token, and its state goes back to the slot that was
-        read.
+        """Whether each row of the batch is a sequence of one token, whose state goes back to the
+        slot that was read.  Packed sequences are not counted, even of one token each.
         """
         single = self.inputs.cu_seqlens is None and self.inputs.length == 1
         return single and self.slots.overwrites
@@ -375,5 +375,7 @@ _LOADERS: dict[str, Callable[[str], Implementation]] = {
 
 
 def load(name: str, operator: str) -> Implementation:
-    """A server's kernel by its name in `_LOADERS`.  Raises ImportError if it is not installed."""
+    """A server's kernel by its name in `_LOADERS`.  Raises ImportError if the server is not
+    installed.
+    """
     return _LOADERS[name](operator)

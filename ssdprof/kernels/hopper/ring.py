@@ -1,6 +1,6 @@
 """Ring buffers in shared memory, with two mbarriers for each slot, `full` and `empty`.
 
-Consumers wait at `full` before they read a slot, and the producer waits at `empty` before it fills
+Consumers wait at `full` before they read a slot, and a producer waits at `empty` before it fills
 one.  Use n of a ring of DEPTH slots has the slot n % DEPTH and the phase n // DEPTH % 2.
 """
 
@@ -40,7 +40,7 @@ class Ring:
 
     @gluon.jit
     def wait_full(self, n):
-        """Wait until the producer has filled the slot for use n."""
+        """Wait until the producers have filled the slot for use n."""
         mbarrier.wait(self.full.index(place_in(n, self.DEPTH)), phase(n, self.DEPTH))
 
     @gluon.jit
@@ -52,8 +52,8 @@ class Ring:
 
     @gluon.jit
     def full_at(self, n):
-        """The barrier at which the producer, or the TMA copy that it starts, arrives when the slot
-        of use n is full.
+        """The barrier at which a producer, or the TMA copy that it starts, arrives when it has
+        filled the slot for use n.
         """
         return self.full.index(place_in(n, self.DEPTH))
 

@@ -15,8 +15,8 @@ class Cut:
     """`long_count` segments of `long_segment` chunks, then segments of `segment` chunks, up to the
     end of a sequence.
 
-    In a good schedule, long segments fill the GPU first, and short ones balance the end.  The first
-    pass of a long segment stops early, so that a smaller share of its chunks is read twice.
+    In a good schedule, long segments fill the GPU first, and short ones balance the end.  A first
+    pass stops where the rest is negligible, so that it reads a smaller share of a long segment.
 
     recompute: whether the first pass of a segment covers all chunks before it, so that no segment
         waits for another; for short sequences.

@@ -54,7 +54,9 @@ class Sequence:
 
 @aggregate
 class GDNSegment:
-    """Consecutive chunks of a sequence and one value head: the work of one program."""
+    """Consecutive chunks of a sequence and one value head.  A program computes one segment, or,
+    with `Persistent` and in `parts.py`, several one after the other.
+    """
 
     sequence: Sequence
     head: gl.tensor
@@ -63,7 +65,8 @@ class GDNSegment:
     nchunks: gl.tensor  # without those of the first pass
     last: gl.tensor  # whether it ends its sequence
     # row of the state that enters the segment, among the states that `parts.py` computes; -1: that
-    # module computes none for it.  If this is a part of `parts.py`: the row of the part
+    # module computes none for it.  If this is a part of `parts.py`: its index among the parts of
+    # all rows
     state_row: gl.tensor
 
     # methods: the program has one segment, which is this one (`_gluon.py`)
@@ -103,7 +106,8 @@ class Persistent:
 
 @gluon.jit
 def sequence_at(i, seqlen, cu_seqlens_ptr, cu_stride):
-    """Sequence i.
+    """Sequence i, or, if i is a vector, the sequences of these indices as one `Sequence` of
+    vectors.
 
     seqlen: positions of a row of the batch.  cu_seqlens_ptr, cu_stride: pointer to the bounds of
         packed sequences, None for a batch, and the distance between two bounds
@@ -213,7 +217,8 @@ def warmup_length(bounds_ptr, first, truncation_log2):
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     o_c = gl.arange(0, LOOK, layout)
-    # the number of chunks whose bounds have been read, and the sum of these bounds
+    # bound_sum: of all bounds that have been read.  seen: their number; at the end, the number of
+    # chunks up to the one at which the sum suffices
     seen, bound_sum = gl.to_tensor(0), gl.to_tensor(0.0)
     goes_on = first > 0
     while goes_on:

@@ -42,7 +42,7 @@ PART_LAUNCHES = 5.0  # both launches
 PART_STEP = 1.9  # a part in `_combine_kernel`
 # Limits of first passes, in chunks:
 LEAST_FIRST_PASS, MOST_FIRST_PASS = 48, 128  # between these, longest_first_pass is 3/8 of a segment
-SHORT_SEGMENTS_FIRST_PASS = 64  # longest_first_pass if segments are not longer than that
+SHORT_SEGMENTS_FIRST_PASS = 64  # longest_first_pass if segments have up to LEAST_FIRST_PASS chunks
 NEVER = 1 << 30  # least_first_pass: more chunks than any sequence has
 PACKED = "packed: a program for each sequence and head"  # reason for a pack that is not cut
 
@@ -52,8 +52,8 @@ class GDNHopperConfig:
     """How a call is divided into programs.
 
     segment: chunks of 64 positions in one program's segment of one head
-    persistent_programs: number of programs that each process several whole sequences; 0: one
-        program per segment
+    persistent_programs: most programs, if each processes whole sequences one after the other; 0:
+        one program per segment
     truncation_log2: log2 of the share of a state that a first pass may neglect where it begins;
         -inf: none
     first_segment_extra: whether the first segment of a sequence, which has no first pass, is longer
@@ -85,10 +85,10 @@ class GDNHopperConfig:
         of the GPU.  For a pack, the length is that of all sequences together.
 
         With `batch_invariant`, choose as for one sequence, so that a sequence's result is bitwise
-        the same in any batch.  Packed sequences are then not cut, because the host does not know
-        their lengths.
+        the same in any batch.  A pack is then not cut, because the host knows only the length of
+        the whole pack, which depends on the other sequences.
         """
-        nchunks = ceil_div(inputs.v.shape[1], CHUNK.value)
+        nchunks = ceil_div(inputs.length, CHUNK.value)
         heads = inputs.v.shape[2]
         if batch_invariant and inputs.cu_seqlens is not None:
             return cls(segment=nchunks, reason=PACKED)
@@ -100,12 +100,7 @@ class GDNHopperConfig:
                 return cls(segment=nchunks, reason=PACKED)
             reason = f"whole sequences for {sm_count} programs"
             return cls(segment=nchunks, persistent_programs=sm_count, reason=reason)
-        programs = pairs * chosen_cut.count(nchunks)
-        reason = (
-            f"least estimated time: {programs} programs of {chosen_cut.segment} chunks "
-            f"on {sm_count} SMs"
-        )
-        config = cls(segment=chosen_cut.segment, reason=reason)
+        config = cls(segment=chosen_cut.segment)
         # the number of parts depends on the number of heads in the batch
         if not batch_invariant:
             config = _with_parts(config, inputs, nchunks, sm_count)
@@ -114,7 +109,12 @@ class GDNHopperConfig:
             and not config.transition_parts
             and inputs.cu_seqlens is None
         )
-        return replace(config, first_segment_extra=extra)
+        programs = inputs.sequences * heads + row_count(inputs, config.segment)
+        reason = (
+            f"least estimated time: {programs} programs of {config.segment} chunks "
+            f"on {sm_count} SMs"
+        )
+        return replace(config, first_segment_extra=extra, reason=reason)
 
 
 def _even_cuts(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
@@ -126,8 +126,8 @@ def _even_cuts(nchunks: int, pairs: int, sm_count: int) -> Iterator[Cut]:
 
 
 def _estimated_time(candidate: Cut, nchunks: int, pairs: int, sm_count: int) -> float:
-    """The time of a cut in chunks of the second pass, if an SM starts a program as soon as its last
-    one ends.  With more than one wave of programs it is increased, as WORTH_WAVES says.
+    """The time of a cut in chunks of the second pass, if an SM starts a program as soon as its
+    previous one ends.  With more than one wave of programs it is increased, as WORTH_WAVES says.
     """
     chunks = candidate.segment
     programs = pairs * ceil_div(nchunks, chunks)
@@ -139,8 +139,8 @@ def _estimated_time(candidate: Cut, nchunks: int, pairs: int, sm_count: int) -> 
 def _with_parts(
     config: GDNHopperConfig, inputs: GDNInputs, nchunks: int, sm_count: int
 ) -> GDNHopperConfig:
-    """For long sequences, the configuration with parts of segments, and with the segment rounded up
-    to whole parts; for others, the configuration unchanged.
+    """For long sequences with up to MOST_ROWS rows, the configuration with parts of segments, and
+    with the segment rounded up to whole parts; for others, the configuration unchanged.
     """
     rows = row_count(inputs, config.segment)
     if nchunks - config.segment <= WORTH_PARTS or rows > MOST_ROWS:
@@ -157,8 +157,8 @@ def _with_parts(
         return rounds * part_time + PART_LAUNCHES + boundaries * parts * PART_STEP
 
     def expected_time(parts: int) -> float:
-        """The time of three calls whose heads are all slow, and one in which a quarter of them is,
-        in microseconds.
+        """The time, in microseconds, of three calls in which all rows have parts, and one in which
+        a quarter of them have.
         """
         return 3 * time(parts, rows) + time(parts, ceil_div(rows, 4))
 
@@ -168,8 +168,8 @@ def _with_parts(
     longest = min(max(3 * segment // 8, LEAST_FIRST_PASS), MOST_FIRST_PASS)
     least = NEVER
     if segment <= longest:
-        # a first pass over all chunks before the second segment is short enough, but for later
-        # segments it is not
+        # The second segment of a slow head could have a first pass over all chunks before it, and
+        # only later segments could not.  With this least_first_pass, all of them have parts.
         longest = SHORT_SEGMENTS_FIRST_PASS
         least = 3 * segment // 4
     return replace(
@@ -186,24 +186,21 @@ def row_count(inputs: GDNInputs, segment: int) -> int:
     """The number of rows of `parts.py`: segments of all heads and sequences that do not begin their
     sequence.  An upper bound for packed sequences, of which each might have all positions.
     """
-    segments = ceil_div(ceil_div(inputs.v.shape[1], CHUNK.value), segment)
+    segments = ceil_div(ceil_div(inputs.length, CHUNK.value), segment)
     return int((segments - 1) * inputs.sequences * inputs.v.shape[2])
 
 
-@first_reason
-def unsupported(inputs: GDNInputs) -> Reasons:
+def unsupported(inputs: GDNInputs) -> str:
     """Why this kernel does not support `inputs`; empty if it does."""
     dims = inputs.q.shape[3], inputs.v.shape[3]
-    yield dims != (DIM.value, DIM.value), f"K {dims[0]} with V {dims[1]}"
-    reason = unsupported_otherwise(inputs)
-    yield reason != "", reason
+    if dims != (DIM.value, DIM.value):
+        return f"K {dims[0]} with V {dims[1]}"
+    return unsupported_otherwise(inputs)
 
 
 @first_reason
 def unsupported_otherwise(inputs: GDNInputs) -> Reasons:
-    """Why this kernel does not support `inputs`, for reasons other than K and V; empty if it
-    does.
-    """
+    """Why this kernel does not support `inputs`, whatever K and V are; empty if it does."""
     reason = untiled(inputs, k=inputs.k, v=inputs.v)
     yield reason != "", reason
     yield inputs.q.dtype == torch.float32, "fp32 inputs"

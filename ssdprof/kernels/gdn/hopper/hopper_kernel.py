@@ -1,19 +1,20 @@
 """The gated delta rule for Hopper, after the launch of `prep_kernel.py`, with warp roles, TMA
 copies and states in registers.
 
-A program owns a segment of a sequence and one value head.  If the segment does not begin its
-sequence, a first pass over the chunks that precede the segment computes the state that enters it
-(`assignment.py`).  For a head that forgets slowly, two earlier launches compute that state instead:
-`_parts_kernel` below, and `_combine_kernel` (both: `parts.py`).  No program waits for another.  The
-warps of a program have roles (`rings.py`): `states` updates the state chunk by chunk, and `scores`
-computes X and W of a chunk from its inverse (`role_scores.py`).
+A program owns a segment of a sequence and one value head, or whole sequences one after the other
+(`assignment.py`).  If the segment does not begin its sequence, a first pass over the chunks that
+precede the segment computes the state that enters it.  For a head that forgets slowly, two earlier
+launches, of `_parts_kernel` below and of `_combine_kernel`, compute that state instead
+(`parts.py`).  No program waits for another.  The warps of a program have roles (`rings.py`):
+`states` updates the state chunk by chunk, and `scores` computes X and W of a chunk from its inverse
+(`role_scores.py`).
 
 Inputs, outputs and grid of `_hopper_kernel`:
 
 In:   q, k (b, l, h, K) | v (b, l, hv, V) | initial_state (sequences, hv, K, V)
       cu_seqlens (sequences + 1)
       from `prep_kernel.py`: inverse, decays, bounds, norms
-      from `parts.py`: warmup_lengths, entering
+      from `parts.py`, if segments have parts: warmup_lengths, entering
 Out:  out (b, l, hv, V), v's dtype | final_states (sequences, hv, K, V) fp32, any strides
 Grid: (segments * sequences * hv), heads fastest, then sequences, then segments; or at most one
       program per SM, which processes several whole sequences
@@ -68,7 +69,7 @@ def _hopper_kernel(
     roles, of which `states` has two lanes, pass tiles through rings in shared memory (`rings.py`).
 
     descriptors: of q, k and v, of the inverses (A) and of the output
-    cu_strides: of cu_seqlens.  truncation_log2: see `reach_back`.  seqlen: positions of a row
+    cu_strides: of cu_seqlens.  truncation_log2: see `segment_of`.  seqlen: positions of a row
     sequences, slots, segment_chunks: numbers of sequences, slots of chunks, chunks of a segment
     """
     (
@@ -128,7 +129,7 @@ def _parts_kernel(
     segment_chunks, rows, longest_first_pass, least_first_pass, S: gl.constexpr,
 ):  # fmt: skip
     """Compute the parts of segments, and the lengths of first passes (rows): see `parts.py`.  A
-    program computes several parts.
+    program may compute several parts, or none.
 
     rows: number of rows, as `parts.py` defines them.  longest_first_pass, least_first_pass: see
     `first_passes`.  Others: see `_hopper_kernel`

@@ -109,7 +109,7 @@ def store_lower(product, blocks, beta, lower, diagonal):
     """Store L_ij = beta_i product_ij of a head in `lower`, and its diagonal blocks in `diagonal`.
 
     product: (i, j).  blocks: its diagonal blocks (block, row, column).  Entries on and above the
-    diagonal are not masked, because nothing reads them.
+    diagonal are not masked, because no result depends on them.
     lower: (i, j).  diagonal: (1, column * BLOCKS + block, row).  A barrier of the caller orders the
     stores, once for all heads.
     """
@@ -167,8 +167,8 @@ def block_row(i: gl.constexpr, head: gl.constexpr, HEADS: gl.constexpr, rows, lo
 
 @gluon.jit
 def invert_blocks(diagonal, inverted, HEADS: gl.constexpr):
-    """Store the inverses of I + the diagonal blocks of L, which `store_lower` has stored in
-    `diagonal`, in `inverted`: both are fields of `Scratch`.
+    """Read the diagonal blocks of L, which `store_lower` has stored in `diagonal`, and store the
+    inverses of I + these blocks in `inverted`.  Both arguments are fields of `Scratch`.
     """
     inverses = inverse_of_blocks(diagonal, HEADS).to(gl.float16)
     inverted.store(inverses.reshape([HEADS * CHUNK, BLOCK]))

@@ -37,9 +37,9 @@ RING, PARTS_RING = 2, 3
 STATE_REGISTERS, PARTS_REGISTERS, OTHER_REGISTERS = 192, 240, 24
 # Rows of V of a program of `_combine_kernel`, and its warps.  A pair of a sequence and a head has
 # DIM / rows programs, each of which reads all transition matrices of the pair.  With up to
-# FEW_PAIRS pairs, programs with few rows run at the same time on the multiprocessors of an H200.
-# With more pairs, programs with more rows fill the GPU, too, and read the matrices half as often.
-# The numbers of warps were not measured alone.
+# FEW_PAIRS pairs, all programs with few rows run at the same time on the multiprocessors of an
+# H200.  With more pairs, programs have more rows, so that the matrices are read half as often.  The
+# numbers of warps were not measured alone.
 FEW_PAIRS = 16
 FEW_ROWS, FEW_ROWS_WARPS = 16, 8
 MORE_ROWS, MORE_ROWS_WARPS = 32, 4
@@ -48,7 +48,7 @@ Workspace = dict[str, Part | None]  # the tensors of `workspace`, by name
 # the results of the first launch: the workspace, and the descriptors of q, k and the inverses
 Begun = tuple[Workspace, tuple[Any, Any, Any]]
 # tensors of the workspace that the first launch writes besides the inverses, in the order in which
-# all kernels take them
+# all kernels except `_combine_kernel` take them; norms only if the call normalises q and k
 CHUNK_GATES = ("decays", "bounds", "norms")
 
 
@@ -63,7 +63,8 @@ def workspace(
     `_parts_kernel` writes warmup_lengths (rows) int32, parts (rows, parts, V, K) fp32 and
         moves (rows, parts, 2, K, K) bf16
     `_combine_kernel` writes entering (rows, V, K) fp32
-    Rows are those of `parts.py`, all of which may be slow.
+    Rows are those of `parts.py`, all of which may be slow.  Without parts, the call does not need
+        the tensors of these two kernels.
     padded: with final states (sequences, HV, 128, 128) fp32, from which `slices.py` copies
     """
     single, chunk, dim = torch.float32, CHUNK.value, DIM.value
@@ -174,7 +175,7 @@ def _sizes(inputs: GDNInputs) -> tuple[int, int, int]:
     """Arguments of all kernels except `_combine_kernel`: the numbers of positions in a row of the
     batch, of sequences, and of slots for chunks.
     """
-    return inputs.q.shape[1], inputs.sequences, inputs.slot_count(CHUNK.value)
+    return inputs.length, inputs.sequences, inputs.slot_count(CHUNK.value)
 
 
 def _inversion(inputs: GDNInputs) -> Callable[[GDNInputs, Workspace], tuple[Any, Any, Any]]:

@@ -56,8 +56,9 @@ from ssdprof.kernels.gdn.hopper.role_states import (
 )
 from ssdprof.kernels.hopper.ring import CHUNK
 
-# rows of `first_passes`: at least one for each thread.  With more than MOST_ROWS, the rows of a
-# thread would read fewer than LOOKS / MOST_ROWS = 4 bounds at a time, and segments have no parts.
+# Rows in the vectors of `first_passes`: at least one for each thread.  With more than MOST_ROWS,
+# fewer than LOOKS / MOST_ROWS = 4 bounds of each row would be read at a time; then segments have no
+# parts.
 LEAST_ROWS, MOST_ROWS = 128, 512
 LOOKS = gl.constexpr(2048)  # bounds that one iteration of `reach_back` reads, for all rows together
 # numbers per part in the table of a program's parts: the six of its `Sequence`, then the head, the
@@ -110,11 +111,12 @@ def reach_back(
     first, wanted, bounds_ptr, limit, truncation_log2, LOOK: gl.constexpr, layout: gl.constexpr
 ):
     """Chunks of a first pass before chunk `first` of each row (rows); all chunks before it if the
-    state never becomes negligible, or not within `limit` chunks.
+    search ends before the state is negligible.
 
     wanted: whether the result of the row is needed; else it is 0
     bounds_ptr: (rows) pointers to the bound of the first chunk of the row's sequence
-    limit: in chunks.  The search ends after the iteration that reaches it.
+    limit: in chunks.  The search ends after the iteration that reaches it, so that it may find more
+        chunks than this.
     truncation_log2: log2 of the share of a state that a first pass may neglect where it begins
     LOOK: chunks per row and iteration.  layout: of (rows, LOOK)
     """
@@ -142,9 +144,9 @@ def first_passes(
 ):
     """Chunks of each row's first pass; -1 if the row is slow, 0 if the segment does not exist.
 
-    A row is slow if its first pass would have more than `longest_first_pass` chunks.  If the row of
-    a sequence's last segment is slow, so are its head's rows whose segments begin after more than
-    `least_first_pass` chunks.
+    A row is slow if its first pass would have more than `longest_first_pass` chunks.  If this is so
+    for the last segment of a sequence, all rows of the same sequence and head whose segments begin
+    after more than `least_first_pass` chunks are slow.
 
     rows, sequences: their numbers.  segment_chunks: chunks of a segment
     packing: positions of a row of the batch, the pointer to cu_seqlens, or None, and its stride
@@ -160,12 +162,12 @@ def first_passes(
     sequence = sequence_at(row // S.HEADS % sequences, *packing)
     # of each row: the segment's first chunk, and the chunks of the sequence
     first = (row // S.HEADS // sequences + 1) * segment_chunks
-    length = gl.cdiv(sequence.length, CHUNK)
-    exists = (row < rows) & (first < length)
+    nchunks = gl.cdiv(sequence.length, CHUNK)
+    exists = (row < rows) & (first < nchunks)
     bounds_ptr = bounds_of(bounds, row % S.HEADS, sequence)
     # rows that are slow because that of the last segment is
     late = exists & (first > least_first_pass)
-    first_of_last = gl.where(late, (length - 1) // segment_chunks * segment_chunks, 0)
+    first_of_last = gl.where(late, (nchunks - 1) // segment_chunks * segment_chunks, 0)
     back_of_last = reach_back(
         first_of_last, late, bounds_ptr, longest_first_pass, truncation_log2, LOOK, layout
     )
@@ -185,7 +187,7 @@ def write_part(
     `before` plus the chunks of the part.
 
     table: of `parts_of`, (parts * FIELDS, 1) int32 in shared memory
-    part_index: index of the part among those of all slow rows, PARTS of each
+    part_index: index of the part among those of all slow rows, each of which has PARTS
     before: the program's chunks before this part
     previous: chunks of the first pass of the segment with the parts, -1 if that segment's row is
         slow, too
@@ -217,12 +219,12 @@ def write_part(
 
 
 @gluon.jit
-def nth_slow_row(slow_rows, n):
+def nth_slow_row(slow_counts, n):
     """The n-th of the slow rows, from 0.
 
-    slow_rows: for each row, the number of slow rows up to it, itself included
+    slow_counts: for each row, the number of slow rows up to it, itself included
     """
-    return gl.sum((slow_rows <= n).to(gl.int32), 0)
+    return gl.sum((slow_counts <= n).to(gl.int32), 0)
 
 
 @gluon.jit
@@ -236,7 +238,7 @@ def parts_of(
     rows, packing, sequences, bounds, segment_chunks, limits, truncation_log2, warmup_lengths_ptr,
     S: gl.constexpr,
 ):  # fmt: skip
-    """The program's parts, at most PARTS_OF_PROGRAM.  Program 0 stores the lengths of first passes
+    """The program's parts, at most PARTS_OF_PROGRAM.  Program 0 stores the result of `first_passes`
     (rows) for the next launches at `warmup_lengths_ptr`.  Other arguments are those of
     `first_passes`.
     """
@@ -250,7 +252,7 @@ def parts_of(
     if program == 0:
         gl.store(warmup_lengths_ptr + o_r, warmup_lengths, mask=o_r < rows)
     slow = (warmup_lengths < 0).to(gl.int32)
-    slow_rows = gl.associative_scan(slow, 0, add)
+    slow_counts = gl.associative_scan(slow, 0, add)
     # the table: every `programs`-th part of the slow rows
     table = gl.allocate_shared_memory(
         gl.int32, [S.PARTS_OF_PROGRAM * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -260,8 +262,8 @@ def parts_of(
     before = gl.to_tensor(0)
     for k in range(count):
         part_index = program + k * programs
-        row = nth_slow_row(slow_rows, part_index // S.PARTS)
-        # 0 if the segment with the parts begins its sequence
+        row = nth_slow_row(slow_counts, part_index // S.PARTS)
+        # 0 if the segment with the parts begins its sequence: then row - pairs is negative
         previous = value_at(warmup_lengths, o_r, row - pairs)
         sequence = sequence_at(row // S.HEADS % sequences, *packing)
         before = write_part(
@@ -421,8 +423,8 @@ def _combine_kernel(
     boundaries, segment_chunks, HEADS: tl.constexpr, PARTS: tl.constexpr, BOUNDARIES: tl.constexpr,
     DIM: tl.constexpr, BLOCK_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The states that enter the segments of slow rows: BLOCK_V rows of V of a sequence and a head,
-    which are a pair.
+    """The states that enter the segments of slow rows: BLOCK_V rows of V for one pair of a sequence
+    and a head.
 
     Part by part, S <- M S + N, transposed as the parts are: S^T <- S^T M^T + N^T.  S and M are sums
     of two bf16 numbers in the product.  The product of the two smaller ones is left out: it is at
@@ -431,8 +433,8 @@ def _combine_kernel(
     In:   parts (rows, PARTS, V, K) fp32: N^T | moves (rows, PARTS, 2, K, K) bf16: M^T
           warmup_lengths (rows) | initial_state (sequences, hv, K, V)
     Out:  entering (rows, V, K) fp32, for slow rows, whose warmup_lengths are -1
-    Grid: pairs * V / BLOCK_V.  A sequence has `boundaries` between segments; the segment behind one
-          has row boundary * pairs + pair.  segment_chunks: chunks of a segment
+    Grid: pairs * V / BLOCK_V.  A sequence has `boundaries` between segments of `segment_chunks`
+          chunks; the segment that begins at one has the row boundary * pairs + pair.
     """
     # the program's pair and rows of V, and the boundaries of the pair's slow rows
     pair, block = tl.program_id(0) // (DIM // BLOCK_V), tl.program_id(0) % (DIM // BLOCK_V)
@@ -444,8 +446,8 @@ def _combine_kernel(
     begin = tl.min(tl.where(slow_rows, o_b, boundaries), 0)
     end = tl.max(tl.where(slow_rows, o_b + 1, 0), 0)
     state = tl.zeros([BLOCK_V, DIM], tl.float32)
-    # A row between them that is not slow has no parts.  The matrices that are read for it are not
-    # used, because the next row begins from a known state.
+    # A row between them that is not slow has no parts: the states that the loop computes for it are
+    # not stored, and the next slow row begins from a known state.
     for i in tl.range(begin * PARTS, end * PARTS, num_stages=AHEAD):
         # M^T as two bf16 numbers, and N^T
         row, part = i // PARTS * pairs + pair, i % PARTS

@@ -2,7 +2,8 @@
 `hopper_kernel.py`.
 
 With e_i = 1 / |k_i| if the call normalises keys, else 1, and log2 decays G_i since the chunk's
-start, a chunk of 64 tokens has
+start, a chunk of 64 tokens has the following.  If the call normalises, 1e-6 is added to the squares
+of |k_i| and of |q_i| here.
 
     L_ij = beta_i e_i e_j k_i . k_j  for j < i,    A = (I + L)^-1,
     stored: e_i A_ij beta_j, transposed, rounded so that errors do not add up (`round_with_carry`)
@@ -145,7 +146,8 @@ def store_decays(g, first_head, slot, decays_ptr, AT_ONCE: gl.constexpr, HEADS: 
 @gluon.jit
 def store_bounds(g, beta, squares, first_head, slot, slots, bounds_ptr, AT_ONCE: gl.constexpr):
     """Store the bounds of a chunk's heads: the sum over positions of g, and of log2 of the norm of
-    I - beta k k^T where that is above 1.
+    I - beta k k^T where that is above 1.  A NaN in g makes the bound NaN.  On a GPU, one in beta or
+    in a key does not, because `maximum` ignores it.
 
     g, beta: (head, i) of AT_ONCE heads from `first_head` on; g are log2 decays
     squares: |k_i|^2, of normalised keys if the call normalises them

@@ -22,8 +22,8 @@ DIM = gl.constexpr(128)  # K and V
 STATE_THREADS = gl.constexpr(256)  # of both lanes of `states`
 # Vectors (CHUNK) of a chunk, by their index.  With log2 decays G_i since the chunk's start, and the
 # norms |k_i| and |q_i|, which are 1 if the call does not normalise:
-FROM_STATE = gl.constexpr(0)  # 2^G_i / |k_i|: factor of the entering state at key i
-TO_OUTPUT = gl.constexpr(1)  # scale 2^G_i / |q_i|: factor of the entering state at query i
+FROM_STATE = gl.constexpr(0)  # 2^G_i / |k_i|: factor of row i of K S, S the state that enters
+TO_OUTPUT = gl.constexpr(1)  # scale 2^G_i / |q_i|: factor of row i of Q S
 ROW = gl.constexpr(2)  # G_i + log2(scale / |q_i|)
 COLUMN = gl.constexpr(3)  # G_i
 TO_END = gl.constexpr(4)  # 2^(G_end - G_i)
@@ -49,7 +49,8 @@ class Rings:
     weights: Ring  # W (i, j)
     outputs: Ring  # out (i, V)
     vectors: gl.shared_memory_descriptor  # (slots * VECTORS, CHUNK)
-    # an mbarrier of each lane of `states`, at which it waits for the products of the other lane
+    # an mbarrier of each lane of `states`, at which it waits until the other lane has issued
+    # products
     turns: gl.shared_memory_descriptor
 
     @gluon.jit

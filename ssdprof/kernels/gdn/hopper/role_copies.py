@@ -10,8 +10,8 @@ from ssdprof.kernels._gluon import async_load, async_store
 from ssdprof.kernels.gdn.hopper.rings import DIM
 from ssdprof.kernels.hopper.ring import CHUNK
 
-# for `ssdprof stalls` (stalls/attribute.py): function -> its stage.  The stage of stores is that of
-# the output.
+# for `ssdprof stalls` (stalls/attribute.py): function -> its stage.  Stores count as the stage that
+# computes the output.
 STAGES = {
     "load_tile": "loads",
     "load_keys": "loads",
@@ -20,7 +20,7 @@ STAGES = {
     "store_chunk": "chunk_output",
     "stores": "chunk_output",
 }
-# ring -> the stage of lines that wait at its barriers; "ahead": of loads, for a slot to be free
+# ring -> the stage of lines that wait at its barriers; "ahead": the role waits for a free slot
 WAITS = {
     "keys": "ahead",
     "values": "ahead",
@@ -35,8 +35,8 @@ def load_tile(ring, n, desc, head, segment, chunk):
     """Load a tile (CHUNK, DIM) of a chunk of the segment's sequence for use n of a ring.  TMA
     writes zeros beyond the sequence's end.
 
-    head: index in the tensor of `desc`, which has key heads or value heads.  chunk: index in the
-    sequence
+    head: index in the tensor of `desc`, which has key heads or value heads
+    chunk: index in the sequence
     """
     ring.wait_empty(n)
     mbarrier.expect(ring.full_at(n), 2 * CHUNK * DIM)  # bytes

@@ -10,8 +10,8 @@ the role computes
 
 with log2 decays G since the chunk's start.  |k| and |q| are 1 if the call does not normalise.
 
-From one state to the next, two products depend on each other: K S and X^T Y.  Two lanes, each of
-four warps, have this role for half of the rows of V.  They take turns in issuing products, so that
+From one state to the next, two products depend on each other: K S and X^T Y.  Two lanes of four
+warps share this role: each has half of the rows of V.  They take turns in issuing products, so that
 the products of one lane run beside the sums and conversions of the other.  Shared memory:
 `rings.py`.
 """
@@ -74,7 +74,7 @@ def take_turn(rings, TURN: gl.constexpr, LANE: gl.constexpr):
     0 and of lane 1 alternate.
 
     TURN: 0 or 1, the lane's turn in a chunk.  Because a chunk has two turns, the phase of the
-    barrier is the same in every chunk.
+    barrier is the same in every chunk.  Lane 0 does not wait in its first turn of the first chunk.
     """
     mbarrier.wait(rings.turns.index(LANE), (TURN + 1 - LANE) % 2)
 

@@ -1,4 +1,5 @@
-"""The Hopper kernels for K and V other than 128: K of 65 to 128, V in equal slices of 65 to 128.
+"""The Hopper kernels for K and V that are not both 128: K of 65 to 128, V in equal slices of 65 to
+128.
 
 The columns of a state do not depend on each other.  So each slice of a value head's V is treated as
 a value head, with the same q, k and gates.  TMA pads tiles with zeros to K = V = 128 when it reads,
@@ -20,7 +21,7 @@ TOO_NARROW = 64
 
 
 def slice_count(inputs: GDNInputs) -> int:
-    """Slices of a value head's V."""
+    """The number of slices of a value head's V."""
     return ceil_div(inputs.v.shape[3], DIM.value)
 
 
@@ -116,7 +117,7 @@ def sliced_launch(
     final_pieces = _strides_of_pieces(final_strides, slice_dim)
 
     def padded_strides(*, v_first: bool) -> tuple[int, ...]:
-        """Strides of the pieces among padded states (sequences, HV * slices, 128, 128)."""
+        """Strides of `pieces` in padded states (sequences, HV * slices, 128, 128)."""
         sequence, piece, key, value = state_strides(*padded_shape, v_first=v_first)
         return sequence, count * piece, piece, key, value
 

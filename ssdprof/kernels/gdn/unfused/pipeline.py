@@ -86,8 +86,8 @@ def six_stages(inputs: GDNInputs, precision: Precision) -> GDNOutput:
 
 
 def normalised(inputs: GDNInputs, precision: Precision) -> GDNInputs:
-    """The inputs with q and k as they enter products: normalised, in the operands' dtype, if the
-    call asks for it.
+    """The inputs with q and k normalised and in the operands' dtype, if the call asks for it;
+    otherwise unchanged.  `use_qk_l2norm` stays as it is: the stages do not read it.
     """
     if not inputs.use_qk_l2norm:
         return inputs

@@ -5,8 +5,9 @@ Launchers launch on the current device.  q and k of the stages' inputs are norma
 call asks for it.  Block sizes and warps: `../config.py`.
 
 In kernels, the prefix of a name says what it is: i_ an index, o_ a vector of indices, m_ a mask, p_
-a tile of pointers, b_ a tile of numbers in registers.  `operands' dtype` is that of
-`config.operand_dtype`.
+pointers, b_ numbers in registers.  `operands' dtype` is that of `config.operand_dtype`.  A pack has
+room for more chunks than it may need (`chunks.py`): stages write nothing for those that are left
+over.
 
 Oracle: `../reference.py`.  Source: Yang, Kautz and Hatamizadeh 2024 (arXiv:2412.06464), section
 3.3; docs/gdn-mathematics.md, section 3.
@@ -450,7 +451,7 @@ def keys_and_values(
     """Launch stage 4 of GDN or of Kimi Delta Attention.  Returns w, u, and further tensors of w's
     shape that the kernel writes.
 
-    decays: the cumulative log decay, of heads or of channels
+    decays: the cumulative log2 decays, of heads or of channels
     options, constants: launch options and compile-time arguments of the kernel
     key_tensors: the number of tensors of w's shape, w among them
     """
@@ -618,10 +619,10 @@ def chunk_state(
         S'[v, k]     = exp2(g_end) * S[v, k]
                      + sum_i exp2(g_end - g_cumsum_log2[i]) * v_new[v, i] * k[i, k]
 
-    S is the transposed state that enters the chunk, S' the one that leaves it, and g_end =
-    g_cumsum_log2[C - 1].  This stage goes from chunk to chunk; the others process all chunks at
-    once.  With a decay for each channel, g_cumsum_log2 and k are (B, NT, HV, C, K), and k is
-    decayed to the chunk's end already.  `options` are BLOCK_V and launch options.
+    S, the transposed state that enters the chunk, is rounded to the operands' dtype for v_new, and
+    S', the one that leaves it, to `state_dtype`.  g_end = g_cumsum_log2[C - 1].  The other stages
+    process all chunks at once.  With a decay for each channel, g_cumsum_log2 and k are (B, NT, HV,
+    C, K), and k is decayed to the chunk's end already.  options: BLOCK_V and launch options
 
     In:   k (B, T, H, K) | w (B, NT, HV, C, K) | u (B, NT, HV, V, C)
           g_cumsum_log2 (B, NT, HV, C) fp32 | initial_state (sequences, HV, K, V) or None
