@@ -40,6 +40,7 @@ from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.kernels.ssd.adapters import published_version
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.kernels.ssd.servers import _sequence_chunks
 from ssdprof.operators.generate import Cell
 from ssdprof.operators.implementations import own_precisions, required, resolve
 
@@ -235,6 +236,12 @@ def _fused5_ssd(x, dt, A, B, C, D, **options):
     inner.cache["key"] = f"tuned for {list(x.shape[:2])}"
     return x, None, None, known, None, None
 """
+
+
+def test_vllm_gets_no_empty_sequence_of_ssd():
+    """It has no last chunk, from which vLLM would take its final state."""
+    with pytest.raises(UnsupportedError, match="vllm: no empty sequences"):
+        _sequence_chunks(SSDCase(lengths=(0, 3)).inputs())
 
 
 @pytest.fixture
