@@ -98,8 +98,9 @@ class Fused:
         when_overridden(self.launches.clear)
 
     def choose(self, call: FusedCall) -> Variant:
-        """The first variant that supports the call, which depends on the GPU, the precision and
-        options of the call, and the shapes, strides, alignment and dtypes of the tensors.
+        """The first variant that supports the call.  It depends on the GPU, the precision and
+        options of the call, which optional tensors it has, and the shapes, strides, alignment and
+        dtypes of all tensors.
         """
         return next(variant for variant in self.variants if not variant.unsupported(call))
 
@@ -159,7 +160,8 @@ class Fused:
         state_v_first: bool = False,
     ) -> PreparedLaunch:
         """Check the inputs, choose the variant and its configuration, and prepare the launch, which
-        is not kept here.
+        is not kept here.  Raises ValueError for inputs that do not fit together, and what
+        `variant_for` raises.
         """
         inputs.check()
         call = FusedCall(
@@ -184,7 +186,8 @@ class Fused:
         batch_invariant: bool = False,
     ) -> Plan:
         """The plan for a call: the variant that would run, with its configuration and reason.
-        Allocates and launches nothing.
+        Allocates and launches nothing.  Raises what `variant_for` raises; whether the inputs fit
+        together is not checked.
         """
         call = FusedCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
         variant, call, names = self.variant_for(call)
@@ -248,7 +251,7 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
         schema=f"({', '.join(arguments)}, {_SCHEMA_OPTIONS}) -> (Tensor, Tensor)",
     )
     def operator(*values: Any) -> tuple[Tensor, Tensor]:
-        """The torch operator.  Final states are (sequences, heads, K, V) also if state_v_first."""
+        """The torch operator.  Final states have the shape `final_shape` also if state_v_first."""
         *_, intermediates, state_dtype, batch_invariant, state_v_first = values
         with torch.no_grad():
             return fused.run(

@@ -298,8 +298,9 @@ TIMES = {split: partial(simulated_time, n_split=split) for split in (1, 2)}
 def fastest_cut(nchunks: int, pairs: int, sm_count: int, *, n_split: int) -> Cut:
     """The cut with the least simulated time, of those that are as exact as `unfused`.
 
-    Similar lengths, of one of 16 classes per power of two, share a cut, which is simulated once.
-    Sequences are not cut if there are more pairs than SMs, which equal shares need.
+    Similar lengths, of one of 16 classes per power of two, share the cut of the longest of them,
+    which is simulated once.  Sequences are not cut if there are more pairs than SMs: equal shares
+    need that.
     """
     return cut(
         nchunks,
