@@ -76,10 +76,11 @@ class Fused:
     """An implementation that chooses among kernels, its variants, for each call.
 
     name: name of the implementation.
-    variants: the variants in order of preference.  The last one supports every call.
+    variants: the variants in order of preference.  The last one supports every call that is not
+        refused.
     rows: names of tensors (b, l, heads, columns) that are copied to contiguous memory if a better
         variant supports the call then.
-    refuse: raises UnsupportedError for inputs that no variant supports.
+    refuse: raises UnsupportedError for inputs that no variant supports on any device.
     """
 
     def __init__(

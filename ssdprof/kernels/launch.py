@@ -201,7 +201,7 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # size and alignment of a CUtensorMap, in 
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 _PROMOTE_TO_L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 # Triton's name of a scalar's type -> the type of the kernel's parameter
-_SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+_SCALAR_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
 @cache
@@ -230,7 +230,8 @@ class DirectLaunch:
     depend on addresses.
 
     tensors, constants: the arguments of the first launch, some of which are tuples.  Descriptors
-    come first, so that an argument among `tensors` has the same index as in a call.
+    come first, and tensors before constants: without tuples, each has the index that it has in a
+    call.
 
     Raises ValueError or KeyError if the launch has options or arguments that this package does not
     use, if the kernel does not have the parameters that Triton 3.6 derives from the arguments, or
@@ -256,10 +257,10 @@ class DirectLaunch:
         self._threads = _WARP * metadata.num_warps
         self._shared_bytes = metadata.shared
         self._lock = Lock()
-        # index of a tensor among those of a call, and the memory for its address
+        # index of a tensor in a call, and the memory for its address
         self._pointers: list[tuple[int, ctypes.c_uint64]] = []
-        # index of a descriptor's first parameter in the kernel; index of the descriptor among the
-        # tensors of a call; Triton's choice of box and swizzle
+        # index of a descriptor's first parameter in the kernel; index of the descriptor in a call;
+        # Triton's choice of box and swizzle
         self._descriptors: list[tuple[int, int, dict[str, Any]]] = []
         # index and address of a tensor -> address of its encoded descriptor, and the memory
         self._maps: dict[tuple[int, int], tuple[int, object]] = {}
@@ -276,7 +277,7 @@ class DirectLaunch:
                 self._values.append(ctypes.c_uint64())
                 self._pointers.append((index, self._values[-1]))
             elif kind != "constexpr":
-                self._values.append(_SCALARS[kind](value))
+                self._values.append(_SCALAR_TYPES[kind](value))
         scratch = parameter_count(compiled.asm["ptx"]) - len(self._values)
         if not 0 <= scratch <= _MOST_SCRATCH_PARAMETERS:
             raise ValueError("other parameters")

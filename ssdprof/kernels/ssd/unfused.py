@@ -587,6 +587,7 @@ def ssd_unfused(
     batch_invariant: has no effect, because every call is batch invariant.
 
     precision: relaxed intermediates of fp32 inputs are bf16, in contrast to those of `ssd_fused`.
+    A must be finite: a head with -inf gets NaN, because sums of -inf are subtracted.
 
     In contrast to `ssd_fused`, it does not support torch.compile(fullgraph=True).
 

@@ -133,14 +133,14 @@ def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
     return int(total)
 
 
-def packed_segment(pairs: int) -> int:
-    """Chunks per segment of packed sequences, whose lengths are on the device: the number of pairs
-    of units, rounded up to a power of two between 8 and 64.
+def packed_segment(programs: int) -> int:
+    """Chunks per segment of packed sequences, whose lengths are on the device: the number of
+    programs per segment, rounded up to a power of two between 8 and 64.
 
-    With fewer pairs, shorter segments are needed to fill the GPU.  With fewer than 8 chunks per
+    With fewer programs, shorter segments are needed to fill the GPU.  With fewer than 8 chunks per
     segment, a long sequence would have too many published states to sum.
     """
-    return min(64, max(8, 1 << (pairs - 1).bit_length()))
+    return min(64, max(8, 1 << (programs - 1).bit_length()))
 
 
 def simulated_time(
