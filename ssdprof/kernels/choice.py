@@ -150,8 +150,16 @@ class Fused:
             batch_invariant,
             state_v_first,
         )
-        arguments = (inputs, precision, batch_invariant, state_v_first)
-        return kept(self.launches, signature, self.prepare, *arguments)(inputs)
+        launch = kept(
+            self.launches,
+            signature,
+            self.prepare,
+            inputs,
+            precision,
+            batch_invariant,
+            state_v_first,
+        )
+        return launch(inputs)
 
     def prepare(
         self,

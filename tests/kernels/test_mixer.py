@@ -128,7 +128,7 @@ def normed(x: Tensor, gate: Tensor, weight: Tensor, **settings) -> Tensor:
 )
 def test_the_norm_is_the_formula(width, group_size, dtype: torch.dtype, norm_first):
     x = normal(2, 5, width, dtype=dtype)
-    x[0, 0] = 0  # by whose norm nothing may be divided
+    x[0] = 0  # by whose norm nothing may be divided
     gate = 3 * normal(2, 5, width, dtype=dtype, seed=1)
     weight = normal(width, seed=2)
     settings = dict(eps=1e-5, group_size=group_size, norm_first=norm_first)
