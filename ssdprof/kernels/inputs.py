@@ -129,8 +129,11 @@ class Inputs:
         """The inputs with other initial states, one for each sequence, and without a pool.  None
         stands for zeros.  Raises ValueError if the states do not fit.
         """
-        without_pool = dict.fromkeys(("state_indices", "write_indices", "accepted"))
-        return replace(self, **{self.STATES: states} | without_pool)
+        return replace(
+            self,
+            **{self.STATES: states},
+            **dict.fromkeys(("state_indices", "write_indices", "accepted")),
+        )
 
     def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
         """Raises ValueError unless the tensor is None or has this shape, and one of INPUT_DTYPES or
