@@ -27,7 +27,9 @@ reinterpret = (
 
 @gluon.constexpr_function
 def constants(value):
-    """The value with None and integers, also those in tuples, as compile-time constants."""
+    """The value, in which None, integers and bools, also those in tuples, have become compile-time
+    constants.
+    """
     if isinstance(value, gl.tuple):
         return gl.tuple([constants(part) for part in value])
     return gl.constexpr(value) if value is None or isinstance(value, int) else value
@@ -35,7 +37,8 @@ def constants(value):
 
 def aggregate(cls: type) -> type:
     """Decorates a class as a Gluon aggregate, whose constructor takes the annotated fields in order
-    or by name.  Fields may have defaults.  None and integers become compile-time constants.
+    or by name.  Fields may have defaults.  Values of fields annotated as `gl.constexpr`, and None
+    and integers in any field, become compile-time constants.
     """
     kinds = cls.__annotations__
     defaults = {name: getattr(cls, name) for name in kinds if hasattr(cls, name)}

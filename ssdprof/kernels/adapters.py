@@ -78,8 +78,8 @@ def bounds_of(inputs: Inputs) -> torch.Tensor:
 
 
 def too_long(inputs: Inputs) -> tuple[bool, str]:
-    """One of the pairs that `registry.first_reason` takes: whether sequences, or packed sequences
-    on average, are too long for a token-by-token kernel, and the reason.
+    """Whether sequences, or packed sequences on average, are too long for a token-by-token kernel,
+    and the reason: one of the pairs that a generator for `registry.first_reason` yields.
     """
     sequences_in_row = 1 if inputs.cu_seqlens is None else inputs.sequences
     is_too_long = inputs.length > sequences_in_row * LONGEST_BY_TOKEN
@@ -118,8 +118,8 @@ def library_kernel(
 
 
 def once(function: Callable[[Any], T]) -> Callable[[Any], T]:
-    """`function`, called only once for each object of inputs.  Its result is kept as long as the
-    object exists, and must not refer to it.
+    """`function`, called only once for each object of inputs, unless it raises an error.  Its
+    result is kept as long as the object exists, and must not refer to it.
     """
     results: dict[int, T] = {}  # id of the inputs -> result
 
@@ -157,7 +157,9 @@ def prepared_kernel(
             return run()
 
     def copies(inputs: Inputs) -> list[torch.Tensor]:
-        """`Implementation.copies`: the tensors that the call reads instead of those in inputs."""
+        """`Implementation.copies`: the tensors that the call reads instead of those in inputs; also
+        zeros, if there are no initial states.
+        """
         addresses = {tensor.data_ptr() for tensor in inputs.linear.values()}
         _, tensors_read = prepared(inputs)
         return [
@@ -170,8 +172,10 @@ def prepared_kernel(
 
 
 def import_kernels(name: str) -> Any:
-    """Import a server's module with kernels.  The packages around it are not run, because they
-    patch torch or transformers, or load the whole server.  Raises ImportError.
+    """Import a server's module with kernels.  The packages around it (`_UNRUN`) are not run,
+    because they patch torch or transformers, or load the whole server; in this process they stay
+    empty for whoever imports them later.  Packages that are imported already stay as they are.
+    Raises ImportError.
     """
     for package in _UNRUN:
         if package in sys.modules or not name.startswith(f"{package}."):
@@ -206,7 +210,9 @@ def model_function(model_type: str, name: str, package: str) -> Callable[..., An
 
 
 def content(file: Path) -> str:
-    """Name and hash of a file, for example "ssd_fused5.py, sha256 0123456789ab"."""
+    """Name of a file, and the first 12 digits of its hash, for example "ssd_fused5.py, sha256
+    0123456789ab".
+    """
     return f"{file.name}, sha256 {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}"
 
 

@@ -76,10 +76,11 @@ class Fused:
     """An implementation that chooses among kernels, its variants, for each call.
 
     name: name of the implementation.
-    variants: the variants in order of preference.  The last one supports every call.
+    variants: the variants in order of preference.  The last one supports every call that is not
+        refused.
     rows: names of tensors (b, l, heads, columns) that are copied to contiguous memory if a better
         variant supports the call then.
-    refuse: raises UnsupportedError for inputs that no variant supports.
+    refuse: raises UnsupportedError for inputs that no variant supports on any device.
     """
 
     def __init__(
@@ -98,8 +99,9 @@ class Fused:
         when_overridden(self.launches.clear)
 
     def choose(self, call: FusedCall) -> Variant:
-        """The first variant that supports the call, which depends on the GPU, the precision and
-        options of the call, and the shapes, strides, alignment and dtypes of the tensors.
+        """The first variant that supports the call.  It depends on the GPU, the precision and
+        options of the call, which optional tensors it has, and the shapes, strides, alignment and
+        dtypes of all tensors.
         """
         return next(variant for variant in self.variants if not variant.unsupported(call))
 
@@ -148,8 +150,16 @@ class Fused:
             batch_invariant,
             state_v_first,
         )
-        arguments = (inputs, precision, batch_invariant, state_v_first)
-        return kept(self.launches, signature, self.prepare, *arguments)(inputs)
+        launch = kept(
+            self.launches,
+            signature,
+            self.prepare,
+            inputs,
+            precision,
+            batch_invariant,
+            state_v_first,
+        )
+        return launch(inputs)
 
     def prepare(
         self,
@@ -159,7 +169,8 @@ class Fused:
         state_v_first: bool = False,
     ) -> PreparedLaunch:
         """Check the inputs, choose the variant and its configuration, and prepare the launch, which
-        is not kept here.
+        is not kept here.  Raises ValueError for inputs that do not fit together, and what
+        `variant_for` raises.
         """
         inputs.check()
         call = FusedCall(
@@ -184,7 +195,8 @@ class Fused:
         batch_invariant: bool = False,
     ) -> Plan:
         """The plan for a call: the variant that would run, with its configuration and reason.
-        Allocates and launches nothing.
+        Allocates and launches nothing.  Raises what `variant_for` raises; whether the inputs fit
+        together is not checked.
         """
         call = FusedCall(inputs=inputs, precision=precision, batch_invariant=batch_invariant)
         variant, call, names = self.variant_for(call)
@@ -248,7 +260,7 @@ def tensor_function(fused: Fused, kind: type[Inputs]) -> Callable[..., Output]:
         schema=f"({', '.join(arguments)}, {_SCHEMA_OPTIONS}) -> (Tensor, Tensor)",
     )
     def operator(*values: Any) -> tuple[Tensor, Tensor]:
-        """The torch operator.  Final states are (sequences, heads, K, V) also if state_v_first."""
+        """The torch operator.  Final states have the shape `final_shape` also if state_v_first."""
         *_, intermediates, state_dtype, batch_invariant, state_v_first = values
         with torch.no_grad():
             return fused.run(

@@ -5,8 +5,9 @@ A chunk has at most `power_of_two_chunk` positions, and never crosses the bounda
 For packed sequences the host reads no lengths: ceil(l / chunk) + sequences chunks are always
 enough.  Unused chunks are empty and at the end of the table.  An empty sequence has no chunk.
 
-Grid of the table's kernel: (sequences).  A program writes the spans of its sequence's chunks, and
-the last program also those of the unused chunks.
+Grid of the table's kernel: (sequences).  A program writes the spans of its sequence's chunks and
+the sequence's number in `Chunks.bounds`; the last program also writes the spans of the unused
+chunks and the end of `bounds`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STAGES = {"_chunk_table_kernel": "setup"}
 class Chunks:
     """The chunks of one call.
 
-    size: positions of a chunk.
+    size: positions of a chunk; the last chunk of a sequence may have fewer.
     count: number of chunks per row of the batch; an upper bound for packed sequences.
     spans: (count, 2) int64: the first position of each chunk, and the position after its last;
         None for a batch.
@@ -69,7 +70,7 @@ class Chunks:
         return cls(inputs=inputs, size=size, count=count, spans=spans, bounds=bounds)
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A new tensor (batch, count, *sizes)."""
+        """A new tensor (batch, count, *sizes), with arbitrary values."""
         return torch.empty(
             self.inputs.values.shape[0], self.count, *sizes, dtype=dtype, device=self.inputs.device
         )
@@ -77,7 +78,7 @@ class Chunks:
     def launch(
         self,
         kernel: Any,
-        programs: int,
+        programs_per_chunk: int,
         heads: int,
         read: tuple[Tensor | None, ...],
         written: tuple[Tensor, ...],
@@ -90,12 +91,11 @@ class Chunks:
         strides of the tensors that it reads and writes, without those of `spans`; the numbers of
         positions, heads and chunks of a row of the batch; and the scalars.
 
-        programs: number of programs for each chunk.
         options: compile-time arguments and launch options.
         """
         launch(
             kernel,
-            self.inputs.values.shape[0] * self.count * programs,
+            self.inputs.values.shape[0] * self.count * programs_per_chunk,
             (*read, self.spans, *written),
             (strides_of_each(*read, *written), self.inputs.length, heads, self.count, *scalars),
             CHUNK_SIZE=self.size,
@@ -133,7 +133,7 @@ def own_chunk(unit, spans_ptr, seqlen, heads, nchunks, CHUNK_SIZE: tl.constexpr)
 @triton.jit
 def _chunk_table_kernel(tensors, cu_seqlens_stride, sequences, count, S: tl.constexpr):
     """Write the spans of the chunks of one packed sequence, behind those of all earlier sequences,
-    and its entry of `bounds`.
+    and its entry of `bounds`; in the last program also what follows them.
     """
     cu_seqlens_ptr, spans_ptr, bounds_ptr = tensors
     # --- first: the sequence's first chunk, which is the number of chunks of earlier sequences,

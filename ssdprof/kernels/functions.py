@@ -58,7 +58,7 @@ def slot_to_read(sequence, slots, slots_strides, accepted, accepted_strides):
     """The slot of a pool with which a sequence begins; -1: it begins with zeros.
 
     slots, slots_strides: `Inputs.state_indices`.  accepted, accepted_strides: `Inputs.accepted`, or
-    None, and then state_indices has one column only.
+    None, and then state_indices has one dimension.
     """
     slots += tl.cast(sequence, tl.int64) * slots_strides[0]
     if accepted is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Scalar = int | float | bool | str | tuple[float, ...] | None
+# of the tensor FIRST; other tensors may also be fp64, unless they share its dtype
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -27,8 +28,8 @@ class Output(NamedTuple):
     """The result of a call.
 
     out: the output, in the shape and dtype of the values, x or v.
-    final_states: the states in the shape of the initial states; with `state_every` more rows
-        (`Inputs.final_shape`).  Implementations return them in fp32.
+    final_states: the states, in the shape `Inputs.final_shape`; the pool itself after a call in
+        place.  Bundled implementations return states in fp32, or the pool in its dtype.
     """
 
     out: Tensor
@@ -53,15 +54,16 @@ class Inputs:
 
     A call in place (`Implementation.in_place`) writes new states to slots of the pool, rounded
     once, and returns the pool.  It changes nothing else in the pool.  All slots to which it writes
-    must differ.  Only such a call takes these values:
+    must differ.  An empty sequence writes nothing.  Only such a call takes these values:
 
     state_indices: also (sequences, columns): sequence i begins with the slot in column
         accepted[i] - 1.  The slot -1 means that it begins with zeros.
     accepted: (sequences) int32 or int64, 1 to columns.
     write_indices: None: the final state goes to the slot that was read.  (sequences): it goes to
-        this slot.  (sequences, T): the state after token t goes to slot write_indices[i, t].  A
-        state with slot -1 is dropped.  A sequence that neither reads nor writes is padding, whose
-        tokens may be NaN.
+        this slot.  (sequences, T): the state after token t of sequence i goes to slot
+        write_indices[i, t]; T is at least the number of tokens of the longest sequence, which is
+        not checked for packed sequences.  A state with slot -1 is dropped.  A sequence that neither
+        reads nor writes is padding, whose tokens may be NaN.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[object]]]
@@ -127,13 +129,15 @@ class Inputs:
         """The inputs with other initial states, one for each sequence, and without a pool.  None
         stands for zeros.  Raises ValueError if the states do not fit.
         """
-        changes = {self.STATES: states}
-        if self.state_indices is not None:
-            changes |= dict.fromkeys(("state_indices", "write_indices", "accepted"))
-        return replace(self, **changes)
+        return replace(
+            self,
+            **{self.STATES: states},
+            **dict.fromkeys(("state_indices", "write_indices", "accepted")),
+        )
 
     def _check(self, name: str, shape: tuple[int, ...], *, same_dtype: bool = False) -> None:
-        """Raises ValueError unless the tensor is None or has this shape and a floating-point dtype.
+        """Raises ValueError unless the tensor is None or has this shape, and one of INPUT_DTYPES or
+        fp64.
 
         same_dtype: whether it must have the dtype of the tensor FIRST.
         """
@@ -151,7 +155,9 @@ class Inputs:
             )
 
     def _check_sequences(self) -> None:
-        """Raises ValueError if `state_every`, the slots or cu_seqlens do not fit the tensors."""
+        """Raises ValueError if `state_every`, the slots or cu_seqlens do not fit the tensors.  The
+        values of slots and of cu_seqlens are not read.
+        """
         if self.state_every < 0 or (self.state_every > 1 and self.cu_seqlens is not None):
             raise ValueError(
                 f"state_every must be 0 or 1, or more without cu_seqlens, not {self.state_every}"
@@ -166,6 +172,9 @@ class Inputs:
             self._check_indices("state_indices", (1,) if self.accepted is None else (2,))
             self._check_indices("accepted", (1,))
             self._check_indices("write_indices", (1, 2))
+            table = self.write_indices if self.cu_seqlens is None else None
+            if table is not None and table.ndim == 2 and table.shape[1] < self.length:
+                raise ValueError(f"write_indices needs a column for each of {self.length} tokens")
         if self.cu_seqlens is None:
             return
         if self._first.shape[0] != 1:
@@ -207,17 +216,16 @@ class Inputs:
     @property
     def scalars(self) -> dict[str, Scalar]:
         """The arguments that are not tensors, without those that are None."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
-            name: value
-            for name, value in values.items()
-            if isinstance(value, (int, float, str, tuple))
+            field.name: value
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), (int, float, str, tuple))
         }
 
     @property
     def form(self) -> Hashable:
-        """The properties of the inputs except the values and the memory of their tensors, as a
-        key.
+        """A key made of the class of the inputs, their scalars, and the names, shapes, strides and
+        dtypes of their tensors.
         """
         tensor_forms = (
             (name, tensor.shape, tensor.stride(), tensor.dtype)
@@ -242,7 +250,7 @@ class Inputs:
 
     @property
     def slots_read(self) -> Tensor | None:
-        """The slot of the pool with which each sequence begins, (sequences), in which -1 stands for
+        """The slot of the pool with which each sequence begins, (sequences), where -1 stands for
         zeros; None without a pool.
         """
         slots = self.state_indices
@@ -252,13 +260,14 @@ class Inputs:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes of a layer, by the operator's names of them."""
+        """The sizes of a layer, by the operator's names for them."""
         raise NotImplementedError
 
     @property
     def final_shape(self) -> tuple[int, ...]:
-        """The shape of the final states.  With `state_every` they have a row for each state,
-        sequence after sequence; the last state of a sequence is its final one.
+        """The shape of the final states of a call that is not in place.  With `state_every` they
+        have a row for each state, sequence after sequence; the last state of a sequence is its
+        final one, and an empty sequence has none.
         """
         if not self.state_every:
             return self.states_shape

@@ -25,7 +25,7 @@ from triton.runtime.cache import triton_key
 
 from ssdprof.kernels.device import INTERPRETED, has_gpu
 
-_FIXED = {  # options with which kernels are compiled
+_FIXED = {  # options with which all kernels are compiled
     # without it, a setting of Triton decides, which is off from Triton 3.10 on
     "enable_fp_fusion": True,
     # without it, Triton builds a check of every integer sum and product, and drops it again
@@ -44,7 +44,8 @@ class Constants(SimpleNamespace):
 class Launcher:
     """A kernel with all arguments except its tensors and the number of programs.
 
-    scalars: the arguments after the tensors, including tuples of strides.
+    scalars: the arguments between the tensors and the compile-time arguments, including tuples of
+        strides.
     options: compile-time arguments, whose names are in capitals, and launch options such as
         num_warps.
 
@@ -81,7 +82,8 @@ class Launcher:
 
     def __call__(self, programs: int, *tensors: object) -> None:
         """Launch on the current device.  The first launch compiles.  Later launches are direct, or
-        go through Triton if a direct launch is impossible.
+        go through Triton if a direct launch is impossible.  In the interpreter, which compiles
+        nothing, every launch goes through Triton.
 
         tensors: the descriptors of the kernel, then its tensors, or None for those it does without.
         """
@@ -93,7 +95,7 @@ class Launcher:
         if self._compiled is not None:
             self._compiled[grid](*grouped, *self._constants)
             return
-        # only the first launch gets here, and every launch in the interpreter
+        # the first launch, or any launch in the interpreter, which returns None
         wait_for_hash()
         # compiling creates so many objects that garbage collection would take a twentieth of its
         # time
@@ -142,7 +144,8 @@ def launch(
     """Launch `kernel[(programs,)](*tensors, *scalars, **options)` on the current device, on which
     the tensors must be.  `Launcher` explains the kernel's parameters.
     """
-    # the key has types too, because 0, 0.0 and False are equal, but different arguments
+    # the key has the types of scalars too, because 0, 0.0 and False are equal, but different
+    # arguments
     key = (kernel.fn, *map(argument_key, tensors), scalars, *map(type, scalars), *options.items())
     launcher = kept(_kept, key, Launcher, kernel, scalars, options)
     launcher(programs, *tensors)
@@ -165,7 +168,9 @@ if has_gpu() and not INTERPRETED:
 
 
 def wait_for_hash() -> None:
-    """Wait until the thread has computed the hash, so that Triton does not compute it again."""
+    """Wait until the thread has computed the hash, so that Triton does not compute it again.
+    Returns at once if the thread was not started, as without a GPU.
+    """
     if _hashing.ident is not None:
         _hashing.join()
 
@@ -186,7 +191,9 @@ def no_garbage_collection() -> Iterator[None]:
 # which takes a fifth of a call of GDN with 1,024 tokens on an H200 (benchmarks/log/gdn.md, row 52).
 
 _WARP = 32  # threads
-_MOST_ENCODED = 2048  # descriptors that are kept for a kernel: several for each layer of a model
+# Most descriptors that are kept for a `DirectLaunch`: several for each layer of a model.  Before a
+# launch that might need more, all are dropped
+_MOST_ENCODED = 2048
 # A kernel has at most this many parameters for addresses of scratch memory.  They come last, and
 # Triton sets them if the kernel needs scratch memory
 _MOST_SCRATCH_PARAMETERS = 2
@@ -194,7 +201,7 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 64  # size and alignment of a CUtensorMap, in 
 _MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 _PROMOTE_TO_L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 # Triton's name of a scalar's type -> the type of the kernel's parameter
-_SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+_SCALAR_TYPES = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
 @cache
@@ -223,7 +230,8 @@ class DirectLaunch:
     depend on addresses.
 
     tensors, constants: the arguments of the first launch, some of which are tuples.  Descriptors
-    come first, so that an argument among `tensors` has the same index as in a call.
+    come first, and tensors before constants: without tuples, each has the index that it has in a
+    call.
 
     Raises ValueError or KeyError if the launch has options or arguments that this package does not
     use, if the kernel does not have the parameters that Triton 3.6 derives from the arguments, or
@@ -249,10 +257,10 @@ class DirectLaunch:
         self._threads = _WARP * metadata.num_warps
         self._shared_bytes = metadata.shared
         self._lock = Lock()
-        # index of a tensor among those of a call, and the memory for its address
+        # index of a tensor in a call, and the memory for its address
         self._pointers: list[tuple[int, ctypes.c_uint64]] = []
-        # index of a descriptor's first parameter, and of the descriptor among the tensors of a
-        # call, and Triton's choice of box and swizzle
+        # index of a descriptor's first parameter in the kernel; index of the descriptor in a call;
+        # Triton's choice of box and swizzle
         self._descriptors: list[tuple[int, int, dict[str, Any]]] = []
         # index and address of a tensor -> address of its encoded descriptor, and the memory
         self._maps: dict[tuple[int, int], tuple[int, object]] = {}
@@ -269,7 +277,7 @@ class DirectLaunch:
                 self._values.append(ctypes.c_uint64())
                 self._pointers.append((index, self._values[-1]))
             elif kind != "constexpr":
-                self._values.append(_SCALARS[kind](value))
+                self._values.append(_SCALAR_TYPES[kind](value))
         scratch = parameter_count(compiled.asm["ptx"]) - len(self._values)
         if not 0 <= scratch <= _MOST_SCRATCH_PARAMETERS:
             raise ValueError("other parameters")
@@ -292,6 +300,9 @@ class DirectLaunch:
         active = triton.runtime.driver.active
         stream = active.get_current_stream(active.get_current_device())
         with self._lock:
+            # before the first descriptor, so that none of this launch is dropped
+            if len(self._maps) + len(self._descriptors) > _MOST_ENCODED:
+                self._maps.clear()
             for index, pointer in self._pointers:
                 pointer.value = tensors[index].data_ptr()
             for parameter, index, meta in self._descriptors:
@@ -319,8 +330,6 @@ class DirectLaunch:
         if key in self._maps:
             address, _ = self._maps[key]
             return address
-        if len(self._maps) >= _MOST_ENCODED:
-            self._maps.clear()
         memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
         address = -(-ctypes.addressof(memory) // _MAP_ALIGNMENT) * _MAP_ALIGNMENT
         uint32s, uint64s = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank
@@ -375,8 +384,8 @@ def _leaves(kinds: Any, values: Any) -> Iterator[tuple[str, Any]]:
 
 
 def parameter_count(ptx: str) -> int:
-    """The number of parameters of the only kernel in a PTX module: those in the parentheses after
-    its name.
+    """The number of parameters of the only kernel in a PTX module, which are in the parentheses
+    after its name.
     """
     return ptx.partition(".entry")[2].partition(")")[0].count(".param ")
 

@@ -1,7 +1,7 @@
 """The kernels of a mixer besides its operator: the causal convolution before it, and the gated RMS
 norm after it.
 
-They compute in fp32 and round once.  Their oracles are `convolved` and `normed` in
+They compute in fp32 and round the result once.  Their oracles are `convolved` and `normed` in
 tests/kernels/test_mixer.py.
 """
 
@@ -26,7 +26,8 @@ def _load_positions(
     x_ptr, initial_ptr, x_strides, initial_strides, i_b, o_s, o_d, m, length, WIDTH: tl.constexpr
 ):
     """x at positions o_s and channels o_d, [positions, channels] in x's dtype.  Before the sequence
-    it is the initial state, or 0; after it, and where the mask m is false, it is 0.
+    it is the initial state, rounded to x's dtype, or 0; after it, and where the mask m is false, it
+    is 0.
 
     initial_ptr: (b, d, WIDTH - 1), the positions before the sequence; None: zeros.
     i_b: index of the sequence.  length: positions of the sequence.
@@ -113,10 +114,10 @@ def causal_conv1d(
         y[t, d]   = bias[d] + sum_{k < w} weight[d, k] * x[t - (w - 1) + k, d]
         out[t, d] = y[t, d] * sigmoid(y[t, d])   with silu, else y[t, d]
 
-    Positions before the sequence have the values of the initial state, or zeros.
+    Positions before the sequence have the initial state, rounded to x's dtype, or zeros.
 
     In:   x (b, l, d), any strides | weight (d, w) | bias (d) or None
-          initial_state (b, d, w - 1) or None, oldest first
+          initial_state (b, d, w - 1) or None, oldest position first
     Out:  out (b, l, d), contiguous, in x's dtype
           final_state, as initial_state, in x's dtype: x at the last w - 1 positions
     Grid: (b * l-blocks * d-blocks).  A program computes a block of positions and channels.
@@ -209,12 +210,7 @@ def gated_rms_norm(
     Raises ValueError for shapes that do not fit together, UnsupportedError for dtypes and sizes
     without support.
     """
-    # a program has about 4,096 numbers, 32 per thread; a larger group has a program of its own,
-    # with up to 16 warps
-    block = triton.next_power_of_2(group_size)  # channels of a row, padded
-    block_rows = max(1, 4096 // block)
-    num_warps = min(16, max(4, block // 1024))
-    width = x.shape[-1]
+    channels = x.shape[-1]
     if x.dtype not in TL_DTYPE or gate.dtype not in TL_DTYPE:
         raise UnsupportedError(
             f"gated_rms_norm: x and gate are fp32, fp16 or bf16, not {x.dtype} and {gate.dtype}"
@@ -223,12 +219,17 @@ def gated_rms_norm(
         raise UnsupportedError(
             f"gated_rms_norm: groups of at most {MAX_GROUP_SIZE} channels, not {group_size}"
         )
-    fit = x.ndim in (2, 3) and gate.shape == x.shape and weight.shape == (width,)
-    if not fit or width % group_size:
+    fit = x.ndim in (2, 3) and gate.shape == x.shape and weight.shape == (channels,)
+    if not fit or group_size < 1 or channels % group_size:
         raise ValueError(
             f"x {tuple(x.shape)}, gate {tuple(gate.shape)}, weight {tuple(weight.shape)} and "
             f"groups of {group_size} do not fit together"
         )
+    # a program has 4,096 numbers with those of padding, 32 per thread; a larger group has a program
+    # of its own, with up to 16 warps
+    block = triton.next_power_of_2(group_size)  # channels of a row, padded
+    block_rows = max(1, 4096 // block)
+    num_warps = min(16, max(4, block // 1024))
     out = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     rows = x.numel() // group_size
     launch(
@@ -238,7 +239,7 @@ def gated_rms_norm(
         (
             (_batched_strides(x), _batched_strides(gate), weight.stride(), _batched_strides(out)),
             x.shape[-2],
-            width // group_size,
+            channels // group_size,
             rows,
             float(eps),
         ),

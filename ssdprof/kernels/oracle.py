@@ -17,7 +17,8 @@ from torch import Tensor
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.registry import Implementation, Plan, register
 
-# positions per chunk of the chunked forms; it affects the amount of work, and not the result
+# positions per chunk of the chunked forms; it affects the amount of work, and the result only by
+# rounding in the dtype of the computation
 ORACLE_CHUNK = 64
 
 
@@ -144,8 +145,8 @@ def _causal(
 
 
 def state_row(inputs: Inputs, batch: int, position: int) -> int:
-    """The row of `final_states` with the first state that follows position `position` of the batch
-    row `batch`, if `state_every` is set.
+    """The row of `final_states` with the first state that is returned after position `position`, or
+    a later one, of the batch row `batch`.  `state_every` must not be 0.
     """
     per_batch_row = -(-inputs.length // inputs.state_every)  # rounded up
     return batch * per_batch_row + position // inputs.state_every
@@ -173,9 +174,8 @@ def joined(
 
 def register_oracle(operator: str, evaluate: Evaluate) -> Callable[..., Output]:
     """Register the oracle as the implementation "reference", which computes in fp64 with torch at
-    every precision, and rounds once.  In its output, NaN reaches earlier positions of a chunk.
-
-    Returns a function (inputs) -> the output.
+    every precision, and rounds once: out to the dtype of the values, states to fp32.  In its
+    output, NaN reaches earlier positions of a chunk.  Returns a function (inputs) -> the output.
     """
     plan = Plan(
         variant="torch",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ssdprof.kernels.adapters import Prepared, prepared_kernel
+from ssdprof.kernels.adapters import Prepared, bounds_of, prepared_kernel
 from ssdprof.kernels.inputs import Inputs, Output
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
@@ -22,11 +22,13 @@ class Slots:
     slot: the sequence begins with zeros, or the state is not written.
 
     read (sequences): the slot with which each sequence begins.
-    written (sequences, tokens): the slot of the state after each token.
+    written (sequences, tokens): the slot of the state after each token.  An empty sequence writes
+        none.
     final (sequences): the slot of the final state, if only that is written; otherwise None.
-    overwrites: whether final states go to the slots that were read.
-    buffer: the slots of the states after each token of each sequence, in order, if the pool was
-        made for this call (`own_pool`); otherwise None.
+    overwrites: whether the call has no write_indices, so that final states go to the slots that
+        were read.
+    buffer: the slots of the states after each token of each sequence, in order, for a call with
+        `state_every` on a batch, whose pool `own_pool` has made; None for all other calls.
     """
 
     read: torch.Tensor
@@ -41,9 +43,9 @@ class Slots:
         read, written = inputs.slots_read, inputs.write_indices
         assert read is not None
         overwrites = written is None
-        if written is not None and written.ndim == 2:
-            return cls(read, written, None, overwrites, buffer)
         final = read if written is None else written
+        if final.ndim == 2:  # write_indices, because `slots_read` has one dimension
+            return cls(read, final, None, overwrites, buffer)
         # a table in which only the last token of each sequence has a slot
         _, exist = token_positions(inputs, inputs.length)
         last = exist.sum(1, keepdim=True) - 1
@@ -52,8 +54,8 @@ class Slots:
         return cls(read, table, final, overwrites, buffer)
 
     def refuse_tables(self, name: str) -> None:
-        """Raises UnsupportedError if states go to other slots than those that were read, unless the
-        pool was made for this call.
+        """Raises UnsupportedError for write_indices, also if they name the slots that were read,
+        unless the states go to `buffer`.
         """
         if not self.overwrites and self.buffer is None:
             raise UnsupportedError(f"{name}: states go back to the slots that were read")
@@ -81,8 +83,8 @@ class Slots:
             raise UnsupportedError(f"{name}: servers zero a new sequence's slot before the call")
 
     def refuse_holes(self, name: str) -> None:
-        """Raises UnsupportedError if a sequence that reads a slot does not write the state after
-        each token.  While a CUDA graph is captured, nothing is checked.
+        """Raises UnsupportedError if a sequence of a batch that reads a slot does not write the
+        state after each token.  While a CUDA graph is captured, nothing is checked.
         """
         if self._any((self.read >= 0)[:, None] & (self.written < 0)):
             raise UnsupportedError(f"{name}: a slot for the state after each token")
@@ -99,29 +101,24 @@ def token_positions(inputs: Inputs, longest: int) -> tuple[torch.Tensor, torch.T
     """Two tensors (sequences, longest): the position of each sequence's n-th token among the tokens
     of all sequences, and whether this token exists.  The position of others is 0.
     """
-    steps = torch.arange(longest, device=inputs.device)
-    length = inputs.length
-    if inputs.cu_seqlens is None:
-        starts = torch.arange(inputs.sequences, device=inputs.device) * length
-        stops = starts + length
-    else:
-        starts = inputs.cu_seqlens[:-1].long()
-        stops = inputs.cu_seqlens[1:].long()
-    positions = starts[:, None] + steps
-    exist = positions < stops[:, None]
+    bounds = bounds_of(inputs).long()[:, None]
+    positions = bounds[:-1] + torch.arange(longest, device=inputs.device)
+    exist = positions < bounds[1:]
     return torch.where(exist, positions, 0), exist
 
 
-# The call in place, whose inputs have the initial states in place of the pool; () -> a new pool,
-# which has slots for the new states, too; the initial states, as they are in that pool's memory;
-# the slots to which the call writes its states.
+# The call in place, as inputs whose pool has the initial states alone;
+# () -> a new pool, with these states, and with slots behind them for the new ones, unless those
+# overwrite them;
+# the initial states, as they are in the memory of that pool;
+# the slots of that pool to which the call writes its states
 OwnPool = tuple[Inputs, Callable[[], torch.Tensor], torch.Tensor, slice]
 
 
 def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> OwnPool:
     """Turn a call without a pool, or with one that must not change, into a call in place on a pool
     that is made for it, in fp32.  The memory of that pool has one more slot before the first
-    (`with_slot_before`).
+    (`with_slot_before`).  `state_every` must be 0 or 1.
 
     turned: whether the last two axes are exchanged in the pool's memory.
     apart: whether final states go to slots behind those that are read.  If the call has a pool, all
@@ -156,8 +153,8 @@ def own_pool(inputs: Inputs, *, turned: bool = False, apart: bool = False) -> Ow
         pool[:initial_slots] = stored
         return pool
 
-    written_slots = slice(initial_slots if more_slots else 0, initial_slots + more_slots)
-    return call, new_pool, stored, written_slots
+    new_slots = slice(initial_slots if more_slots else 0, initial_slots + more_slots)
+    return call, new_pool, stored, new_slots
 
 
 # A call with everything except its pool: (pool) -> out; and the values, as the kernel reads them
@@ -196,8 +193,8 @@ def pool_kernel(
         """Bind a call on a pool that is made for it.  Unless the kernel writes to other slots than
         it reads, each call begins with a new copy of the pool.
         """
-        call_in_place, new_pool, stored, written = own_pool(inputs, turned=turned, apart=apart)
-        buffer = written if inputs.state_every and inputs.cu_seqlens is None else None
+        call_in_place, new_pool, stored, new_slots = own_pool(inputs, turned=turned, apart=apart)
+        buffer = new_slots if inputs.state_every and inputs.cu_seqlens is None else None
         run, values = bind(call_in_place, Slots.of(call_in_place, buffer))
         first_pool = new_pool()
 
@@ -207,7 +204,7 @@ def pool_kernel(
             """
             pool = first_pool if apart else new_pool()
             out = run(pool)
-            states = pool[written]
+            states = pool[new_slots]
             return Output(out, states.mT if turned else states)
 
         if apart:  # every call reads the states in this pool
@@ -246,6 +243,6 @@ def with_slot_before(pool: torch.Tensor, name: str) -> torch.Tensor:
     step = pool.stride(0)
     offset = pool.storage_offset()
     if offset < step:
-        reason = "slot 0 is padding, so that the pool is a view of one with a slot more in front"
+        reason = "slot 0 is padding: the pool must be a view of one with one more slot in front"
         raise UnsupportedError(f"{name}: {reason}")
     return pool.as_strided((len(pool) + 1, *pool.shape[1:]), pool.stride(), int(offset - step))

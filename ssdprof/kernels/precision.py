@@ -18,8 +18,9 @@ class Precision:
     """The dtypes in which an implementation computes.
 
     intermediates: "exact": decays and their products with scores and values are in fp32, as in the
-        unfused original; "relaxed": they are in the dtype of the inputs, or in bfloat16 for fp32
-        inputs (`intermediate_dtype`).
+        unfused original; "relaxed": they are in the dtype of the inputs, or for fp32 inputs in
+        bfloat16 (`intermediate_dtype`), unless a kernel rounds the operands of its products to tf32
+        instead.
     state_dtype: the dtype in which states pass from chunk to chunk or from segment to segment.
     """
 
@@ -38,8 +39,8 @@ class Precision:
 
     @classmethod
     def named(cls, name: str) -> Precision:
-        """The precision of a name in reports, such as "relaxed, bf16 states".  Raises ValueError or
-        KeyError for other texts.
+        """The precision of a name in reports, such as "relaxed, bf16 states"; " states" may be left
+        out.  Raises ValueError or KeyError for other texts.
         """
         intermediates, states = name.removesuffix(" states").split(", ")
         return cls(
@@ -58,7 +59,9 @@ class Precision:
         return self.intermediates == "exact"
 
     def intermediate_dtype(self, input_dtype: torch.dtype) -> torch.dtype:
-        """The dtype of decays, scores and their products, for inputs of `input_dtype`."""
+        """The dtype of decays, scores and their products, for inputs of `input_dtype`, in kernels
+        that do not round to tf32.
+        """
         if self.exact:
             return torch.float32
         return torch.bfloat16 if input_dtype == torch.float32 else input_dtype

@@ -27,7 +27,7 @@ class Plan:
     variant: which of its kernels runs: "portable", "hopper", "interpreter", ...
     launches: number of launches per call.
     config: name of a setting -> its value.
-    workspace_bytes: memory that is allocated in addition to the outputs.
+    workspace_bytes: bytes that a call allocates in addition to the outputs.
     reason: why this variant and configuration run.
     """
 
@@ -122,9 +122,9 @@ class Implementation:
 def _checked(
     implementation: Implementation, run: Callable[..., Output], inputs: Inputs, precision: Precision
 ) -> Output:
-    """`run(inputs, precision)`.  Raises UnsupportedError if the call wants states on the way or
-    reads a pool, and the implementation does not declare that it supports that, and for a call that
-    writes to slots, which is `in_place`.
+    """`run(inputs, precision)`.  Raises UnsupportedError for a call with `state_every` or with a
+    pool, if the implementation does not declare that it supports that, and for every call with
+    write_indices or accepted, which only `in_place` takes.
     """
     name = implementation.name
     if getattr(inputs, "state_every", 0) and not implementation.keeps(inputs):
@@ -191,8 +191,8 @@ def register(implementation: Implementation) -> Implementation:
 
 
 def get(operator: str, name: str) -> Implementation:
-    """The implementation registered as `name`.  Raises KeyError, whose message lists the registered
-    names.
+    """The implementation registered as `name` so far.  Raises KeyError, whose message lists the
+    names registered for the operator.
     """
     try:
         return _implementations[operator, name]
@@ -227,8 +227,8 @@ _listeners: list[Callable[[], None]] = []
 
 def use_overrides(operator: str, configs: Mapping[CallKey, object]) -> None:
     """From now on, use these configurations for an operator in this process, each for the calls of
-    its key; all other calls use the committed ones.  They replace those of an earlier call of this
-    function for the operator.
+    its key, which names the operator; all other calls use the committed ones.  They replace those
+    of an earlier call of this function for the operator.
     """
     for key in [key for key in _overrides if ("operator", operator) in key]:
         del _overrides[key]

@@ -36,7 +36,7 @@ class StateFormat:
     name: as a user writes it.
     number: what a number is stored as; "function": what `function` makes of it.
     rounding: "carried" keeps the rounding error of int8 too, as a multiple of 1 / 254 of int8's
-        unit.
+        unit.  It says nothing about a function.
     scale: which numbers share a scale: those of a row, or of a head; "fixed": all, with a scale
         that is not stored; empty: the format has none.
     fixed_range: with a fixed scale, the magnitude that the largest number of the format stands for.
@@ -59,8 +59,9 @@ class StateFormat:
         return self.number, self.rounding, self.scale, self.fixed_range
 
     def state_bytes(self, key_dim: int, value_dim: int) -> int | None:
-        """The bytes of one head's state (K, V), or (N, P) of SSD, with its scales; None for a
-        user's function.
+        """The bytes of one head's state with its scales; None for a user's function.
+
+        key_dim, value_dim: K and V; of SSD N and P.
         """
         if self.number == "function":
             return None

@@ -46,7 +46,8 @@ class Stepping:
     """How a launch of a token-by-token kernel rounds states.
 
     format: of the stored states.  Without one, states are not rounded.
-    step: number of tokens of a step, after which the state is rounded.
+    step: number of tokens of a step, after which the state is rounded; at the end of a sequence it
+        is rounded too.
     seed: seed of the random numbers, 0 to 2**31 - 1; None without a format.
     """
 
@@ -106,7 +107,8 @@ def stored_state(state, key, step, elements, ROW_AXIS: tl.constexpr, FORMAT: tl.
     """A tile of a state in fp32 after it was stored in a pool.  A tile has whole rows; with a scale
     for each head it is the whole state.
 
-    key: result of `hashed_head`.  step: number of the step after which it is stored, from 0.
+    key: result of `hashed_head`.  step: number of the step after which it is stored; 0: before the
+    first one.
     elements: the number of each element of the tile in the state.  ROW_AXIS: axis of the tile along
     which elements share a scale.
     FORMAT, here and below: (number, rounding, scale, fixed range), `StateFormat.constants`.
@@ -221,12 +223,12 @@ def _to_units(number, unit):
 
 
 def refuse_unwritable(inputs: Inputs, *, in_place: bool) -> None:
-    """Check a call of a token-by-token kernel, whose states are returned after every token or only
-    at the end.
+    """Check a call of a token-by-token kernel, which returns states after every token or only at
+    the end.
 
-    Raises ValueError for a call in place without a tensor to write to, with `state_every`, or with
-    an expanded tensor, and for slots to write to in another call.  Raises UnsupportedError for
-    states after every few tokens.
+    Raises ValueError for a call in place without initial states to write to, with `state_every`, or
+    with expanded initial states, and for slots to write to in another call.  Raises
+    UnsupportedError for states after every few tokens.
     """
     name = inputs.STATES
     initial = getattr(inputs, name)

@@ -37,8 +37,9 @@ def strides_of_each(*tensors: Tensor | None) -> tuple[tuple[int, ...], ...]:
 
 
 def is_expanded(tensor: Tensor | None) -> bool:
-    """Whether several indices are the same element in memory, as after `expand`.  Kernels must not
-    write to such a tensor.
+    """Whether a stride of 0 makes several indices the same element in memory, as after `expand`.
+    Kernels must not write to such a tensor.  Elements that share memory otherwise, such as those of
+    overlapping windows, are not found.  False for None.
     """
     if tensor is None:
         return False
@@ -48,7 +49,7 @@ def is_expanded(tensor: Tensor | None) -> bool:
 
 def strides_unit(*tensors: Tensor) -> int:
     """The largest power of two up to 16 that divides all strides of the tensors, except the last
-    one of each: the argument UNIT of `in_units`.
+    one of each tensor: the argument UNIT of `in_units`.
     """
     return gcd(16, *(gcd(*tensor.stride()[:-1]) for tensor in tensors))
 
@@ -73,7 +74,7 @@ def offset_dtype(
     sizes: tuple[int, int],
     *state_strides: tuple[int, ...],
 ) -> tl.dtype:
-    """The dtype of offsets inside of tiles: int32 if it is large enough.
+    """The dtype of offsets inside of tiles: int32 if it is large enough, otherwise int64.
 
     A tile is `chunk` positions of one head of a tensor (b, l, heads, columns), or a state.
 
@@ -116,12 +117,14 @@ class Part:
         return self._address
 
     def strided(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """A view of the memory from the part's begin on, in the dtype of the whole memory."""
+        """A view of the memory from the part's begin on, in the dtype of the whole memory, which
+        must be a tensor at the beginning of its storage.  It may extend past the part's end.
+        """
         assert isinstance(self.memory, Tensor)
         return self.memory.as_strided(shape, strides, self.begin // self.memory.element_size())
 
     def tensor(self) -> Tensor:
-        """A view of the part with one dimension."""
+        """A view of the part with one dimension, of a memory that is a contiguous tensor."""
         assert isinstance(self.memory, Tensor)
         memory = self.memory.view(torch.uint8)[self.begin : self.begin + self.nbytes]
         return memory.view(self.dtype)
@@ -281,8 +284,8 @@ def _shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMAShared
 # transformers runs without the package `causal_conv1d`, writes neighbouring positions next to each
 # other.  A copy reads such a tensor along positions and writes it along columns.
 
-BLOCK_POSITIONS = 64  # positions of a program of the copy
-MOST_COLUMNS = 128  # most columns of a program of the copy
+BLOCK_POSITIONS = 64  # positions that a program copies
+MOST_COLUMNS = 128  # most columns that a program copies
 
 
 @triton.jit

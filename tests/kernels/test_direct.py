@@ -11,7 +11,7 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ssdprof.kernels import launch as launching
-from ssdprof.kernels.launch import DirectLaunch, Launcher, direct_launch
+from ssdprof.kernels.launch import Launcher, direct_launch
 from ssdprof.kernels.tensors import rows
 
 FUNCTION = 1234
@@ -25,7 +25,7 @@ SIGNATURE = {
     "scale": "fp32",
     "SIZE": "constexpr",
 }
-SIZES = [128, 4, 4, 8, 8, 8, 8, 4, 8, 4, 8, 8]  # the last two: Triton's scratch memory
+SIZES = (128, 4, 4, 8, 8, 8, 8, 4, 8, 4, 8, 8)  # the last two: Triton's scratch memory
 META = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [8, 64], "fp4_padded": False}
 CONSTANTS = ((7, 1, 1 << 40), 0.5, 64)
 
@@ -35,6 +35,7 @@ class FakeDriver:
     """Returns a fixed status for launches, and records their arguments."""
 
     status: int = 0
+    sizes: tuple[int, ...] = SIZES  # of the kernel's parameters
     launches: list[tuple[Any, ...]] = field(default_factory=list)
     encoded: list[int] = field(default_factory=list)
 
@@ -54,7 +55,7 @@ class FakeDriver:
         kinds = {4: ctypes.c_int32, 8: ctypes.c_int64, 128: ctypes.c_int64}
         values = [
             kinds[size].from_address(where).value
-            for size, where in zip(SIZES, parameters, strict=True)
+            for size, where in zip(self.sizes, parameters, strict=True)
         ]
         self.launches.append((*numbers, values))
         return self.status
@@ -109,15 +110,6 @@ def tensors() -> tuple[TensorDescriptor, torch.Tensor, None, torch.Tensor]:
     return rows(x.dtype, 16, block=(8, 64))(x), x, None, torch.zeros(3)
 
 
-def prepared(first: tuple[Any, ...], **compiled) -> DirectLaunch:
-    """A launcher after Triton's launch of these tensors.  Keep them, or other tensors may get their
-    addresses.
-    """
-    launch = direct_launch(Compiled(**compiled), first, CONSTANTS)
-    assert launch is not None
-    return launch
-
-
 GROUPED = {"rows": SIGNATURE["rows"], "tensors": ("*bf16", "constexpr", "*fp32")}
 GROUPED |= {name: SIGNATURE[name] for name in ("strides", "scale", "SIZE")}
 
@@ -126,11 +118,12 @@ GROUPED |= {name: SIGNATURE[name] for name in ("strides", "scale", "SIZE")}
 def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, grouped):
     first = tensors()
     given = (first[0], first[1:]) if grouped else first
-    launch = prepared(given, signature=GROUPED if grouped else SIGNATURE)
+    signature = GROUPED if grouped else SIGNATURE
+    # `first` lives on, or other tensors may get its addresses
+    launch: Any = direct_launch(Compiled(signature=signature), given, CONSTANTS)
     for programs in (5, 6):
         ours = rows, x, _, y = tensors()
         assert launch(programs, ours)
-        scale = int.from_bytes(torch.tensor(0.5).numpy().tobytes(), "little")
         values = [
             rows.base.data_ptr(),
             16,
@@ -141,7 +134,7 @@ def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, group
             y.data_ptr(),
             7,
             1 << 40,
-            scale,
+            0x3F000000,  # 0.5
             0,
             0,
         ]
@@ -149,23 +142,24 @@ def test_a_launch_has_the_addresses_of_its_own_tensors(driver: FakeDriver, group
 
 
 def test_a_descriptor_is_encoded_once_for_each_address(driver: FakeDriver, monkeypatch):
-    """Unless too many are kept."""
-    kept = [tensors() for _ in range(3)]
-    addresses = [one[0].base.data_ptr() for one in kept]
-    launch = prepared(kept[0])
-    for _ in range(3):
-        assert all(launch(1, one) for one in kept)
-    assert driver.encoded == addresses
-    assert [values[0] for *_, values in driver.launches] == 3 * addresses
-    monkeypatch.setattr(launching, "_MOST_ENCODED", 3)
-    other = tensors()
-    assert launch(1, other)
-    assert launch(1, kept[0])
-    assert driver.encoded == [*addresses, other[0].base.data_ptr(), addresses[0]]
+    """Unless too many are kept; but a launch drops none of its own."""
+    driver.sizes = SIZES[:5] * 2
+    kinds = dict.fromkeys("ab", SIGNATURE["rows"])
+    *kept, other = ([tensors()[0] for _ in kinds] for _ in range(3))
+    addresses = [[one.base.data_ptr() for one in pair] for pair in (*kept, other)]
+    launch: Any = direct_launch(Compiled(10, kinds, tensordesc_meta=[META] * 2), (*kept[0],), ())
+    for _ in range(2):
+        assert all(launch(1, pair) for pair in kept)
+    monkeypatch.setattr(launching, "_MOST_ENCODED", 5)
+    assert all(launch(1, pair) for pair in (other, other, kept[0]))
+    assert driver.encoded == [*addresses[0], *addresses[1], *addresses[2], *addresses[0]]
+    launched = [[values[0], values[5]] for *_, values in driver.launches]
+    assert launched == [addresses[i] for i in (0, 1, 0, 1, 2, 2, 0)]
 
 
 def test_triton_launches_while_a_launch_hook_is_set(driver: FakeDriver):
-    launch, hook = prepared(tensors()), lambda _metadata: None
+    launch: Any = direct_launch(Compiled(), tensors(), CONSTANTS)
+    hook = lambda _metadata: None  # noqa: E731
     hooks = triton.knobs.runtime.launch_enter_hook
     hooks.add(hook)
     try:

@@ -184,6 +184,7 @@ def test_what_reads_no_pool_and_keeps_no_states_refuses_by_name(operator):
             r"\(3,\), int32 or int64, not \(2,\)",
         ),
         (dict(state_indices=torch.zeros(3)), "not .* torch.float32"),
+        (dict(write_indices=torch.zeros(3, 0).int()), "a column for each"),
         *(
             (dict(initial=states), "state_indices needs initial_state")
             for states in (None, torch.zeros(0, 4, 16, 16))

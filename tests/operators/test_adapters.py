@@ -40,6 +40,7 @@ from ssdprof.kernels.registry import Implementation, UnsupportedError
 from ssdprof.kernels.ssd.adapters import published_version
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_recurrence
+from ssdprof.kernels.ssd.servers import _sequence_chunks
 from ssdprof.operators.generate import Cell
 from ssdprof.operators.implementations import own_precisions, required, resolve
 
@@ -237,6 +238,12 @@ def _fused5_ssd(x, dt, A, B, C, D, **options):
 """
 
 
+def test_vllm_gets_no_empty_sequence_of_ssd():
+    """It has no last chunk, from which vLLM would take its final state."""
+    with pytest.raises(UnsupportedError, match="vllm: no empty sequences"):
+        _sequence_chunks(SSDCase(lengths=(0, 3)).inputs())
+
+
 @pytest.fixture
 def checkout(tmp_path) -> Path:
     """Of the published kernel."""
@@ -386,7 +393,7 @@ REFUSED: list[tuple[str, Any, Precision, str]] = [
     ("mamba_ssm", {}, EXACT, "this version"),
     ("mamba_ssm", dict(dtype=FP32), EXACT, "fp32 inputs are multiplied in tf32, which is relaxed"),
     ("mamba_ssm", PACK, OF_BF16, "packed sequence"),
-    ("mamba_ssm", far(8, 2**29), OF_FP16, "32-bit offsets"),
+    ("mamba_ssm", replace(far(8, 32), z=far(8, 2**29).x), OF_FP16, "32-bit offsets"),
     ("mamba_ssm", ODD, OF_BF16, "chunk_size must be a power of two, not 24"),
     ("published", {}, OF_BF16, "fp32 and fp16 states only"),
     ("published", {}, OF_FP16, "go with fp16 inputs"),

@@ -210,5 +210,6 @@ def test_the_recurrent_form_in_place_leaves_its_inputs_as_they_were():
     assert torch.equal(first.final_states, expected.final_states)
     plan = in_place.plan(inputs, Precision())
     assert (plan.launches, "copy of the state" in plan.reason) == (2, True)
-    with pytest.raises(UnsupportedError, match="begin with a state"):
-        in_place.run(replace(inputs, initial_states=None), Precision())
+    for call in (in_place.run, in_place.plan):
+        with pytest.raises(UnsupportedError, match="begin with a state"):
+            call(replace(inputs, initial_states=None), Precision())

@@ -66,11 +66,17 @@ def _options(inputs: SSDInputs) -> dict[str, Any]:
     }
 
 
+def _of_positions(inputs: SSDInputs) -> list[torch.Tensor]:
+    """The tensors (b, l, ...) of a call, whose strides the caller chose."""
+    tensors = inputs.tensors
+    return [tensors[name] for name in ("x", "dt", "B", "C", "z") if name in tensors]
+
+
 def _spans_far(spans: Iterable[int], kind: str) -> tuple[bool, str]:
     """Whether a library that addresses with 32-bit offsets must refuse a call, and why.
 
     spans: for each tensor, its elements from the first to the last; or, if the library's offsets
-        begin at a sequence, those of one sequence.  kind: "tensor" or "sequence"
+        begin at a sequence, those of one sequence.  kind: "tensor" or "sequence".
     """
     far = max(spans) > INT32_ELEMENTS
     return far, f"32-bit offsets, and a {kind} here spans more than 2^31 elements"
@@ -119,8 +125,7 @@ def load_mamba_ssm() -> Implementation:
         batch, seqlen, nheads, headdim = inputs.x.shape
         dstate = inputs.B.shape[3]
         states = batch * -(-seqlen // inputs.chunk_size) * nheads * headdim * dstate
-        x, dt, _, B, C = _positional(inputs)
-        yield _spans_far([states, *map(span, (x, dt, B, C))], "tensor")
+        yield _spans_far([states, *map(span, _of_positions(inputs))], "tensor")
 
     return library_kernel("ssd", "mamba_ssm", unsupported, call, plan)
 
@@ -255,8 +260,7 @@ def _published_unsupported(inputs: SSDInputs, precision: Precision) -> Reasons:
     seqlen, nheads, headdim = inputs.x.shape[1:]
     dstate = inputs.B.shape[3]
     states = (-(-seqlen // inputs.chunk_size) + 1) * nheads * headdim * dstate
-    x, dt, _, B, C = _positional(inputs)
-    yield _spans_far([states, *(span(tensor[0]) for tensor in (x, dt, B, C))], "sequence")
+    yield _spans_far([states, *(span(tensor[0]) for tensor in _of_positions(inputs))], "sequence")
 
 
 def _switches(precision: Precision) -> dict[str, bool]:

@@ -1,10 +1,11 @@
-"""The configuration of each SSD kernel: tables of rows by GPU, dtype and sizes, with reasons.  The
-first row that fits a call applies.
+"""Configurations of SSD kernels: tables of rows by GPU, dtype and sizes, with reasons.  The first
+row that fits a call applies.
 
-Only the division of sequences into segments for the Hopper kernel is not in these tables: a model
-of the time chooses it (`hopper/config.py`).  Configurations that `ssdprof tune ssd` has found take
-precedence, if a program loads them (`registry.use_overrides`).  Each is for the calls of one
-`call_key`.
+Not in these tables are the recurrent kernels (`recurrent.py`), and the division of sequences into
+segments for the Hopper kernel, which a model of the time chooses (`hopper/config.py`).
+
+Configurations that `ssdprof tune ssd` has found take precedence, if a program loads them
+(`registry.use_overrides`).  Each is for the calls of one `call_key`.
 
 On majors 9, 10 and 11 of compute capabilities (H100, H200, B200), matrix instructions read their
 operands from shared memory.  On majors 8 and 12 (A100, L4, RTX) and on later ones, operands pass

@@ -71,8 +71,9 @@ def ssd_fused(
     The call does not synchronise with the host.  It may be captured in a CUDA graph, and called
     under torch.compile(fullgraph=True).
 
-    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
-    ones.
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for n above
+    MAX_DSTATE, for tensors that require a gradient, for a GPU of compute capability below 8.0 and,
+    outside Triton's interpreter, for tensors that are not on a GPU.
     Source: Dao and Gu 2024 (arXiv:2405.21060), section 6.
     """
     arguments = dict(

@@ -21,7 +21,8 @@ class SSDInputs(Inputs):
 
     x, z: (b, l, h, p)
     dt: (b, l, h), before bias, softplus and limit
-    A: (h), at most 0, which is not checked
+    A: (h), at most 0, which is not checked.  With -inf, which the oracle takes for a decay to 0,
+        a head gets NaN from `unfused`, and from all kernels if a dt is 0
     B, C: (b, l, g, n), h a multiple of g
     D: (h) or (h, p)
     dt_bias: (h)

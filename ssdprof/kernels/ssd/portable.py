@@ -48,10 +48,12 @@ nearest.  With several blocks, each stage loads its blocks again, because regist
 of them until the next stage.
 
 The pointers of a tile are a scalar 64-bit base, which advances by chunks, and a tile of offsets,
-which costs no registers if its strides are compile-time constants.  Rows at or past `length` belong
-to another sequence and are never read or written.  ALIGNED means that no chunk has such rows.  Only
-gates are read past `length`, because a mask per vector would be one instruction in eight.  Their
-values there affect neither the state nor a stored row.
+which costs no registers if its strides are compile-time constants.
+
+Rows at or past `length` belong to another sequence, or lie outside of the tensor, and are never
+read or written.  ALIGNED means that no chunk has such rows.  Only gates are read past `length`,
+because a mask per vector would be one instruction in eight.  Their values there affect neither the
+state nor a stored row.
 
 Oracle: `reference.py`.  Source: Dao and Gu 2024 (arXiv:2405.21060), section 6;
 docs/ssd-mathematics.md for segments.

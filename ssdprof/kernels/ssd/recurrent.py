@@ -12,9 +12,9 @@ unfused_step         one position in two launches: the first writes the state, t
                      a slow one
 
 In:   x, z (b, l, h, p) | dt (b, l, h) | A, dt_bias (h) | B, C (b, l, g, n) | D (h) or (h, p)
-      initial_states (sequences, h, p, n), or, with state_indices (sequences), a pool (slots, h, p,
-      n) | cu_seqlens (sequences + 1)
-Out:  out (b, l, h, p), x's dtype
+      initial_states (sequences, h, p, n), or, with state_indices, a pool (slots, h, p, n); the
+      tensors of a pool are those of `Inputs` | cu_seqlens (sequences + 1)
+Out:  out (b, l, h, p), x's dtype; fp32 if states are rounded to a format
       final_states (sequences, h, p, n) fp32; or, with state_every = 1, the states after every
       position (b * l, h, p, n) fp32; or, in place, initial_states itself
 Grid: (sequences * h * slices of p), slices fastest, then heads.
@@ -44,6 +44,7 @@ from ssdprof.kernels.functions import (
 )
 from ssdprof.kernels.inputs import PreparedLaunch
 from ssdprof.kernels.launch import Launcher, kept, launch
+from ssdprof.kernels.oracle import initial_states
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import (
     Implementation,
@@ -66,7 +67,7 @@ from ssdprof.kernels.stored_states import (
 from ssdprof.kernels.tensors import strides_of_each
 
 MAX_DSTATE = 256
-_STEP = "unfused_step"
+_STEP, _ON_COPY = "unfused_step", "recurrent_in_place"
 
 STAGES = {
     "_ssd_recurrent_kernel": "setup",
@@ -265,7 +266,9 @@ def recurrent_launch(
 
 
 def _tensors(inputs: SSDInputs, *new: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors of a launch, in the kernel's order.  new: out and final_states"""
+    """The tensors of a launch, in the kernel's order.  new: out and final_states, or nothing for
+    the tensors of the inputs alone.
+    """
     return *inputs.kernel_tensors, *inputs.pool_tensors, *new
 
 
@@ -308,11 +311,10 @@ def _prepare(inputs: SSDInputs, in_place: bool) -> PreparedLaunch:
 
 def _run_on_copy(inputs: SSDInputs, _precision: Precision) -> SSDOutput:
     """`recurrent` in place, on a copy of the states, as `selective_state_update` of mamba_ssm is
-    timed.  Raises UnsupportedError for inputs without initial states.
+    timed.  Raises UnsupportedError for inputs without initial states, and where `recurrent` does.
     """
-    if inputs.initial_states is None:
-        raise UnsupportedError("recurrent_in_place: sequences begin with a state")
-    states = inputs.initial_states.to(torch.float32, copy=True)
+    _refuse_unsupported(_ON_COPY, inputs)
+    states = initial_states(inputs, torch.float32)
     return ssd_recurrent(replace(inputs, initial_states=states), in_place=True)
 
 
@@ -403,13 +405,15 @@ def _refuse_unsupported(name: str, inputs: SSDInputs) -> None:
     dstate = inputs.B.shape[3]
     if name == _STEP and (inputs.x.shape[1] != 1 or inputs.cu_seqlens is not None):
         raise UnsupportedError(f"{name}: one token of each sequence, side by side")
+    if name == _ON_COPY and inputs.initial_states is None:
+        raise UnsupportedError(f"{name}: sequences begin with a state")
     if dstate > MAX_DSTATE:
         raise UnsupportedError(f"{name}: dstate is at most {MAX_DSTATE}, not {dstate}")
     refuse_device(name, inputs.x)
 
 
 def _plan(name: str, launches: int, reason: str, inputs: SSDInputs, precision: Precision) -> Plan:
-    """The plan of an implementation of this file.  name: as errors call it."""
+    """The plan of the implementation `name` of this file.  Raises UnsupportedError as its run."""
     _refuse_unsupported(name, inputs)
     return Plan(
         variant="interpreter" if INTERPRETED else "portable",
@@ -444,11 +448,11 @@ register(
 register(
     Implementation(
         operator="ssd",
-        name="recurrent_in_place",
+        name=_ON_COPY,
         run=_run_on_copy,
         plan=partial(
             _plan,
-            "recurrent",
+            _ON_COPY,
             2,
             f"each call begins with a copy of the state, in its time; {_ONE_LAUNCH}",
         ),

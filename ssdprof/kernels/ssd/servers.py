@@ -31,7 +31,7 @@ from ssdprof.kernels.adapters import (
 )
 from ssdprof.kernels.pools import Bound, Slots, pool_kernel
 from ssdprof.kernels.precision import Precision
-from ssdprof.kernels.registry import Implementation, Plan, Reasons, first_reason
+from ssdprof.kernels.registry import Implementation, Plan, Reasons, UnsupportedError, first_reason
 from ssdprof.kernels.ssd.adapters import uneven_chunks
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 
@@ -50,14 +50,16 @@ StepCall = Callable[[torch.Tensor], torch.Tensor]  # (pool) -> out
 def _sequence_chunks(inputs: SSDInputs) -> dict[str, torch.Tensor]:
     """vLLM's arguments about chunks: the first chunk of a sequence begins with the sequence.
 
-    Reads the bounds of sequences on the host.  vLLM has no empty sequences; here one would get the
-    final state of the sequence before it.
+    Reads the bounds of sequences on the host.  Raises UnsupportedError for an empty sequence: it
+    has no last chunk, from which vLLM takes its final state.
     """
     bounds = bounds_of(inputs).int()
     starts: list[int] = []
     sequence_of_chunk: list[int] = []
     last_chunks: list[int] = []  # of each sequence
     for sequence, (start, stop) in enumerate(pairwise(bounds.tolist())):
+        if start == stop:
+            raise UnsupportedError("vllm: no empty sequences")
         chunk_starts = range(start, stop, inputs.chunk_size)
         starts += chunk_starts
         sequence_of_chunk += [sequence] * len(chunk_starts)
@@ -212,7 +214,7 @@ def _bind_vllm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
 def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
     """SGLang's kernel, bound to a call.  It takes tokens as (b, l, ...).  A verification does not
     change the slots that it reads, and writes all new states to a buffer.  Raises UnsupportedError
-    if states go to other slots than those that were read.
+    for write_indices without a buffer (`Slots.refuse_tables`).
     """
     slots.refuse_tables("sglang_step")
     arguments = _step_arguments(inputs, lambda tensor: tensor)
@@ -228,7 +230,7 @@ def _bind_sglang(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
 
 def _bind_mamba_ssm(function: Any, inputs: SSDInputs, slots: Slots) -> StepCall:
     """mamba_ssm's kernel, bound to a call with one token of each sequence.  It takes tokens as
-    (b, ...).  Raises UnsupportedError if states go to other slots than those that were read.
+    (b, ...).  Raises UnsupportedError for write_indices.
     """
     slots.refuse_tables(_MAMBA_STEP)
     arguments = _step_arguments(inputs, lambda tensor: tensor[:, 0])

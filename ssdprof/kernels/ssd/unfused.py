@@ -46,7 +46,6 @@ from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.kernels.tensors import strides_of_each
 
 MAX_HEADDIM, MAX_DSTATE = 128, 256
-Blocks = Mapping[str, int]  # block sizes and launch options by name
 
 STAGES = {
     "_softplus": "chunk_cumsum",
@@ -58,9 +57,11 @@ STAGES = {
 }
 
 
-def _constants(blocks: Blocks) -> dict[str, int]:
+def _constants(blocks: Mapping[str, int]) -> dict[str, int]:
     """The compile-time arguments of a kernel, which are blocks with their names in capitals, and
     the launch options, whose names stay.
+
+    blocks: sizes of blocks, and launch options, by name.
     """
     return {
         name.upper() if name.startswith("block") else name: value for name, value in blocks.items()
@@ -586,11 +587,12 @@ def ssd_unfused(
     batch_invariant: has no effect, because every call is batch invariant.
 
     precision: relaxed intermediates of fp32 inputs are bf16, in contrast to those of `ssd_fused`.
+    A must be finite: a head with -inf gets NaN, because sums of -inf are subtracted.
 
     In contrast to `ssd_fused`, it does not support torch.compile(fullgraph=True).
 
-    Raises ValueError for inputs that do not fit together, and UnsupportedError for unsupported
-    ones, also for P above MAX_HEADDIM.
+    Raises ValueError for inputs that do not fit together, and UnsupportedError for inputs that
+    `_refuse_unsupported` refuses, such as P above MAX_HEADDIM.
     """
     inputs = SSDInputs(
         x=x,
@@ -611,8 +613,9 @@ def ssd_unfused(
 
 
 def run(inputs: SSDInputs, precision: Precision = Precision()) -> SSDOutput:  # noqa: B008
-    """Output in x's dtype, final states in fp32.  Raises UnsupportedError for inputs that
-    `_refuse_unsupported` refuses.
+    """Output in x's dtype, final states in fp32; with `state_every`, those on the way have been
+    rounded to the state dtype.  Raises UnsupportedError for inputs that `_refuse_unsupported`
+    refuses.
     """
     _refuse_unsupported(inputs)
     with torch.cuda.device(inputs.x.get_device()):  # no effect for -1, the CPU
@@ -639,8 +642,8 @@ def five_stages(inputs: SSDInputs, precision: Precision) -> SSDOutput:
 def plan(inputs: SSDInputs, precision: Precision = Precision()) -> Plan:  # noqa: B008
     """The launches, configurations and workspace of a call.  Allocates and launches nothing.
 
-    Not counted are 16 bytes per chunk for the table of packed sequences, and the launches and
-    memory with which torch joins the states of `state_every`.
+    Not counted are 16 bytes per chunk and 8 per sequence for the table of packed sequences, and the
+    launches and memory with which torch joins the states of `state_every`.
     """
     _refuse_unsupported(inputs)
     batch, _, nheads, headdim = inputs.x.shape

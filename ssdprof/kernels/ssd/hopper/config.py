@@ -133,14 +133,14 @@ def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
     return int(total)
 
 
-def packed_segment(pairs: int) -> int:
-    """Chunks per segment of packed sequences, whose lengths are on the device: the number of pairs
-    of units, rounded up to a power of two between 8 and 64.
+def packed_segment(programs: int) -> int:
+    """Chunks per segment of packed sequences, whose lengths are on the device: the number of
+    programs per segment, rounded up to a power of two between 8 and 64.
 
-    With fewer pairs, shorter segments are needed to fill the GPU.  With fewer than 8 chunks per
+    With fewer programs, shorter segments are needed to fill the GPU.  With fewer than 8 chunks per
     segment, a long sequence would have too many published states to sum.
     """
-    return min(64, max(8, 1 << (pairs - 1).bit_length()))
+    return min(64, max(8, 1 << (programs - 1).bit_length()))
 
 
 def simulated_time(
@@ -298,8 +298,9 @@ TIMES = {split: partial(simulated_time, n_split=split) for split in (1, 2)}
 def fastest_cut(nchunks: int, pairs: int, sm_count: int, *, n_split: int) -> Cut:
     """The cut with the least simulated time, of those that are as exact as `unfused`.
 
-    Similar lengths, of one of 16 classes per power of two, share a cut, which is simulated once.
-    Sequences are not cut if there are more pairs than SMs, which equal shares need.
+    Similar lengths, of one of 16 classes per power of two, share the cut of the longest of them,
+    which is simulated once.  Sequences are not cut if there are more pairs than SMs: equal shares
+    need that.
     """
     return cut(
         nchunks,

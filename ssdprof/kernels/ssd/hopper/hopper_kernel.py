@@ -91,7 +91,7 @@ class SSDSegment:
     row: gl.tensor  # offset of the third TMA coordinate; TMA reads zeros past the sequence's end
     first_chunk: gl.tensor
     nchunks: gl.tensor
-    unit: gl.tensor  # the program's first unit, if it has two
+    unit: gl.tensor  # the first of the program's two units, or its only one
     last: gl.tensor  # whether the segment ends its sequence
     # whether the segment has a first pass; the constant False if no segment of the launch has one
     has_first_pass: gl.tensor | gl.constexpr
@@ -237,7 +237,7 @@ def find_segment(rank, cu_seqlens_ptr, cu_seqlens_stride, sequences, segment_chu
     segment_chunks: chunks of a segment, if its sequence is long enough
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    sequence = 0  # number of sequences that end before the segment
+    sequence = 0  # number of sequences all of whose segments precede this one
     segments_before = 0  # segments of those sequences
     counted = 0  # segments of all sequences read so far
     for block in range(0, sequences, SEQUENCE_BLOCK):

@@ -28,7 +28,7 @@ WAITS = {"continue_barrier": "waiting.gates", "empty": "ahead", "written": "ahea
 
 @gluon.constexpr_function
 def bytes_of(shared, rows):
-    """Bytes of a chunk's tiles, of 16-bit numbers: x and B if `rows` is 1, and C if it is 2."""
+    """Bytes of a chunk's tiles of 16-bit numbers: x and B if `rows` is 1; x, B and C if it is 2."""
     return 2 * CHUNK * (shared.UNITS * SLICE + rows * shared.N_SPLIT * shared.rows.shape[2])
 
 
