@@ -558,8 +558,8 @@ def plan(target: Target | Stored, *, tensor_parallel: int = 1) -> DryRun:
 def check_start(planned: DryRun, target: Target | Stored) -> None:
     """Raise the error that a run of the plan would raise before it loads the model: no placement
     fits, the temporary folder is full, a prompt cannot be built, the weights cannot be fetched,
-    their headers do not fit the config, or stored captures are damaged.  That a large download
-    needs --yes is no error here, because the plan shows its size.
+    their headers do not fit the config, or stored captures are damaged or were interrupted.  That a
+    large download needs --yes is no error here, because the plan shows its size.
     """
     if isinstance(target, Stored):
         store.check(target.folder, target.manifest, target.chosen)

@@ -23,8 +23,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _SHOWN = 3  # the number of kernels of a part whose times are listed one by one
 _LAYER_PATH = re.compile(r"(?:^|\.)layers\.\d+\.")
-# Computes a call of an operator in place of the model.  The result is `out`, and the final states,
-# or None in their place if the call does not want them.
+# Computes a call of an operator in place of the model.  The result is `out`, and the final states.
+# These may be None if the call does not want them.
 Compute = Callable[[OperatorCall], Result]
 
 
