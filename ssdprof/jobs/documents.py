@@ -92,7 +92,7 @@ def load_stalls(file: Path) -> StallReport:
 
 
 def stalls_of_run(folder: Path) -> StallReport | None:
-    """The stall report in a run's folder; None if there is none.  Raises what `load_stalls` does."""
+    """The stall report in a run's folder; None if there is none.  Raises as `load_stalls` does."""
     record = folder / STALLS_FOLDER / STALLS_RECORD
     return load_stalls(record) if record.is_file() else None
 

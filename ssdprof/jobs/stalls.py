@@ -1,4 +1,5 @@
-"""`ssdprof stalls`: profiles one captured layer with ncu, and writes a report into a run's folder.
+"""`ssdprof stalls`: profiles one captured layer with ncu, and writes a report into a run's folder,
+or into a new one.
 
 locate or capture the layer -> launch each implementation once, without ncu -> profile each with ncu
 -> read ncu's reports -> analyse them
@@ -226,7 +227,8 @@ def _choose_capture(folder: Path, request: StallsOptions) -> LayerCapture:
     """The capture of the requested layer and length; by default of the longest prompt, and of the
     middle one of its layers.
 
-    Raises BadInputError if the folder has none of a whole prompt that all implementations know.
+    Raises BadInputError if the folder has no such capture, of a whole prompt and of an operator
+    that all implementations have.
     """
     captures = read_manifest(folder).layers
     fitting = [
@@ -258,7 +260,7 @@ def _all_know(implementations: Sequence[str], operator: str) -> bool:
 
 
 def _refuse_changed(report: Report) -> None:
-    """Raises BadInputError for a run that replayed the inputs in another dtype, or with a share of
+    """Raises BadInputError for a run that replayed the inputs in another dtype, or only a share of
     the heads.
     """
     hint = "Name the model or its captures instead of the run."
@@ -277,7 +279,8 @@ def _refuse_changed(report: Report) -> None:
 
 
 def _of_run(report: Report, request: StallsOptions) -> StallsOptions:
-    """The request for a run, with its layer; by default the middle one of the run.
+    """The request for a run, with the index of a layer that the run captured; by default the middle
+    one.
 
     Raises BadInputError if the run has no such layer or no prompt of the requested length.
     """
@@ -321,7 +324,7 @@ def _captured_again(
 
 
 def _of_model(request: StallsOptions, model: str) -> ModelOptions:
-    """The options that capture a layer of a model; by default its first one."""
+    """The options that capture a layer of a model; by default the first one with an operator."""
     return ServedModelOptions(
         model=model,
         seqlens=None if request.seqlen is None else (request.seqlen,),
@@ -334,7 +337,9 @@ def _folder_of_stalls(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """Create a folder, and its parents, if they do not exist.
 
     At the end of the context, the created folders are removed if they are empty.
-    Raises BadInputError if the folder has stalls already, unless `overwrite` is set.
+
+    Raises BadInputError if the folder has stalls already, unless `overwrite` is set, and OSError if
+    it cannot be made.
     """
     if (folder / documents.STALLS_RECORD).exists() and not overwrite:
         raise BadInputError(
