@@ -56,10 +56,8 @@ MAX_ROUNDS = 32  # the most rounds of one recording
 PROCESSES = 3  # number of processes that take samples, unless --processes or torchrun decide that
 NEEDS_GPU = (
     "A bench needs",
-    (
-        "Without one nothing is timed; 'ssdprof run demo' compares the kernels' outputs on any "
-        "machine."
-    ),
+    "Without one nothing is timed; 'ssdprof run demo' compares the kernels' outputs on any "
+    "machine.",
 )
 
 

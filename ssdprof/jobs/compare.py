@@ -525,14 +525,18 @@ def _until_timed(case: Case, baselines: Baselines) -> Case:
 
 
 def _trial_times(entries: Sequence[Entry], timer: CudaTimer) -> dict[Entry, float]:
-    """The median device time, in microseconds, of each entry that could be timed."""
-    runs = {str(number): entry.call.run for number, entry in enumerate(entries)}
+    """The median device time, in microseconds, of each entry that could be timed.
+
+    Raises MissingCapabilityError, with the entry's label, if an entry makes the GPU unusable.
+    """
+    runs = {entry.call.label: entry.call.run for entry in entries}
     timed = time_in_turns(runs, timer, TRIALS, check=None, clocks=("device",))
     times: dict[Entry, float] = {}
-    for number, fields in timed.items():
+    for entry in entries:
+        fields = timed[entry.call.label]
         if "samples" in fields:
             (device_samples,) = fields["samples"]
-            times[entries[int(number)]] = statistics.median(device_samples.us).value
+            times[entry] = statistics.median(device_samples.us).value
     return times
 
 

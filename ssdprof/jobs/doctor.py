@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from triton import knobs
 
 from ssdprof import operators
-from ssdprof.core.words import size_words
+from ssdprof.core.words import plural, size_words
 from ssdprof.environment.machine import (
     current_uuid,
     gpu,
@@ -177,8 +177,7 @@ def _sharing(gpu_name: str) -> Iterator[Check]:
             "Their work disturbs times.  To see them, run: nvidia-smi "
             "--query-compute-apps=pid,name --format=csv"
         )
-        processes = "process" if others == 1 else "processes"
-        yield _check("gpu sharing", "warn", f"{others} other {processes} on it", hint)
+        yield _check("gpu sharing", "warn", f"{plural(others, 'other process')} on it", hint)
     elif others == 0:
         yield _check("gpu sharing", "ok", "no other process computes on it")
 

@@ -57,10 +57,8 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
             f"{most_tokens:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's "
             f"interpreter, which is slow, and the limit is {LONGEST_INTERPRETED:,} tokens.",
             unusable_gpu()
-            or (
-                f"Use a shorter --seq, or fewer or shorter sequences: {LONGEST_INTERPRETED:,} "
-                "tokens together."
-            ),
+            or f"Use a shorter --seq, or fewer or shorter sequences: {LONGEST_INTERPRETED:,} "
+            "tokens together.",
         )
 
 

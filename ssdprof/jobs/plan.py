@@ -186,9 +186,9 @@ def choose(target: Target, copies: int = 1) -> ChosenPlacement:
         if chosen is not None:
             return chosen
     # A user who gives the length of the segments may try it with less memory than is predicted.
-    length = chooser.requested_length
-    if wanted in (None, "one-gpu") and length and target.weight_bytes <= limits.free_bytes():
-        return chooser.at("one-gpu", {"": chooser.main}, length, 0)
+    has_room = target.weight_bytes <= limits.free_bytes()
+    if wanted in (None, "one-gpu") and chooser.requested_length and has_room:
+        return chooser.at("one-gpu", {"": chooser.main}, chooser.requested_length, 0)
     raise chooser.too_large(wanted or "disk-offload")
 
 
@@ -327,8 +327,8 @@ class Chooser:
         layer_bytes: Counter[int | None] = Counter()  # by layer; None: outside of layers
         for name, parameter in self._model.named_parameters():
             layer_bytes[layer_index(name)] += parameter.nbytes
-        largest = max(size for index, size in layer_bytes.items() if index is not None)
-        return largest, self._model.get_input_embeddings().weight.nbytes
+        del layer_bytes[None]
+        return max(layer_bytes.values()), self._model.get_input_embeddings().weight.nbytes
 
     def _what_fits(self, least_weights: int, computed: int, free: int) -> Iterator[str]:
         """Options and models that fit in `free` bytes: "--seq 8192", "--layers first:3",
@@ -692,8 +692,11 @@ class Loaded:
         for prompt in self.prompt_runs():
             capture_layers(prompt, on_layer)
 
-    def stored_in(self, folder: Path, *, overwrite: bool = False) -> store.CaptureWriter:
-        """A writer that stores captures of this model in `folder`."""
+    def stored_in(self, folder: Path, *, overwrite: bool) -> store.CaptureWriter:
+        """A writer that stores captures of this model in `folder`.
+
+        overwrite: replace a complete capture there.
+        """
         return store.CaptureWriter(
             folder,
             checkpoint=self.target.ref,

@@ -538,8 +538,7 @@ class _PromptRun:
             task = self.cases[name].task
             if isinstance(task, Prefill):
                 busy_s += 1e-6 * sum(task.part_us.values())
-        request = self.request
-        plan = sampling_plan(busy_s, request.seconds, request.smallest_difference)
+        plan = sampling_plan(busy_s, self.request.seconds, self.request.smallest_difference)
         if not plan.warmup_rounds or clock.left() == 0:
             return busy_s
         began = clock.now()

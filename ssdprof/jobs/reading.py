@@ -97,16 +97,15 @@ def parse_state_formats(words: str) -> tuple[StateFormat, ...]:
     return tuple(map(parse_state_format, dict.fromkeys(_split(words))))
 
 
-def parse_implementations(option: str, words: str) -> tuple[str, ...]:
+def parse_implementations(words: str) -> tuple[str, ...]:
     """ "fused,unfused" -> names without duplicates.  Raises BadInputError for an empty name.
 
-    option: the option's name, for messages.  Whether the implementations exist depends on the
-    operator, and is not checked here.
+    Whether the implementations exist depends on the operator, and is not checked here.
     """
     names = tuple(dict.fromkeys(_split(words)))
     if "" in names:
         raise BadInputError(
-            f"{option} has an empty name: {words!r}.", f"Give one or more of {', '.join(COMPARED)}."
+            f"--impl has an empty name: {words!r}.", f"Give one or more of {', '.join(COMPARED)}."
         )
     return names
 
@@ -132,9 +131,9 @@ def parse_tokens(
         for batch, seqlen in product(_batches(batches), lengths(seqs))
     ]
     fitting = [pair for pair in pairs if pair.sequences * pair.seqlen <= max_tokens]
-    wanted = dict.fromkeys(fitting)
-    wanted |= dict.fromkeys(map(_pair, _words(extra)))
-    wanted |= dict.fromkeys(map(parse_packed, _words(packed)))
+    wanted = dict.fromkeys(
+        [*fitting, *map(_pair, _words(extra)), *map(parse_packed, _words(packed))]
+    )
     if not wanted and not pairs:
         raise BadInputError("There are no lengths, or no batches.", "Give --seq and --batch.")
     if not wanted:

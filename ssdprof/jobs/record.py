@@ -101,17 +101,18 @@ def _prepared(options: RecordOptions) -> RecordSettings:
             f"{options.out} holds a capture already.", "Name another folder, or give --force."
         )
     folder = options.out.absolute() / CALLS
-    if (folder / PASSED).exists() and not options.force:
+    passed = folder / PASSED
+    if passed.exists() and not options.force:
         raise BadInputError(
             f"{options.out} holds an unfinished recording.", "Name another folder, or give --force."
         )
     check_writable(options.out)
     try:
         os.makedirs(options.out, mode=0o700, exist_ok=True)
-        if (folder / PASSED).exists():  # no folder of another program is removed
+        if passed.exists():  # no folder of another program is removed
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
-        (folder / PASSED).touch(mode=0o600)
+        passed.touch(mode=0o600)
     except OSError as error:
         raise unwritable(folder, error) from error
     return RecordSettings(

@@ -122,12 +122,9 @@ def refuse_sharding(ref: CheckpointRef, sizes_of_layers: Sizes, ranks: int) -> N
 def run(
     options: RunOptions, target: Target | Stored, ranks: Ranks | None, watcher: Watcher
 ) -> tuple[Path, Report]:
-    """Capture a model's layers on each prompt, or open stored captures, and compare implementations
-    on them; then compare the model's answers, if they are requested.
-
+    """Capture a model's layers on each prompt, or open stored captures; compare implementations on
+    them, and the model's answers if requested.  Returns the run's folder and its report.
     ranks: processes that share the layers.  The first one returns the report of all.
-
-    Returns the run's folder and its report.
     """
     options = _for_this_machine(options, watcher)
     resolved = check(options, target, ranks)

@@ -90,7 +90,6 @@ def _profile(
         torch.cuda.empty_cache()  # for the processes that ncu profiles
         created = datetime.now(UTC).isoformat(timespec="seconds")
         missing = ""  # the reason why there is no report of ncu
-        version = ""  # of ncu; empty if it cannot profile
         with (
             tempfile.TemporaryDirectory(prefix="ssdprof-") as cache,
             watcher.step("Profiling", 2 * len(request.implementations), unit="steps") as advance,
@@ -101,12 +100,12 @@ def _profile(
                 for launch in launched.values()
             ]
             try:
-                program, found_version = ncu.find()
+                program, version = ncu.find()
                 for (job, launch), report in zip(launched.items(), reports, strict=True):
                     ncu.profile(job, launch, program, report, timeout_s=request.timeout_s)
                     advance(1)
-                version = found_version
             except MissingCapabilityError as error:
+                version = ""
                 missing = f"{error.message} {error.hint}".rstrip()
         checkpoint = read_manifest(captures).checkpoint
         model = checkpoint.repo_id
@@ -311,13 +310,12 @@ def _captured_again(
             f"{prompt_file} has changed since the run.", "Run it again, or name the model."
         )
     longest = max(prompt.seqlen for prompt in report.prompts)
-    options = read_options(run_options)
     return replace(
-        options,
+        read_options(run_options),
         revision=report.model.revision,
         layers=str(request.layer),
         # packed sequences get the lengths that they had in the run
-        seqlens=None if options.packed else (request.seqlen or longest,),
+        seqlens=None if run_options.packed else (request.seqlen or longest,),
         chunk=None,
         decode=0,
     )

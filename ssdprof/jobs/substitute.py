@@ -67,17 +67,12 @@ def decoded(state_format: StateFormat) -> Compute:
 
 
 def by_layer(
-    mixers: Sequence[Mixer],
-    compute: Compute,
-    *,
-    layers: Collection[int] | None = None,
-    elsewhere: Compute = OperatorCall.run_original,
+    mixers: Sequence[Mixer], compute: Compute, *, layers: Collection[int] | None, elsewhere: Compute
 ) -> Compute:
     """A handler for `intercept` that calls `compute` in `layers`, and `elsewhere` in the others.
 
     mixers: all mixers of the model, from `find_mixers`.
     layers: indices of decoder layers; None: all layers.
-    elsewhere: by default the model's own function.
     """
     chosen: dict[int, Compute] = {}
     for mixer in mixers:

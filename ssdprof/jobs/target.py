@@ -51,7 +51,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "chunk": reading.parse_seq,
     "states": reading.parse_states,
     "decode_states": reading.parse_state_formats,
-    "implementations": partial(reading.parse_implementations, "--impl"),
+    "implementations": reading.parse_implementations,
     "smallest_difference": partial(parse_percent, "--smallest-difference"),
 }
 SEED = 0  # for the random lengths of packed sequences
@@ -137,10 +137,9 @@ class Target:
     @property
     def call_count(self) -> int:
         """Expected number of captures: of all calls of all selected layers on all prompts."""
-        calls_of_a_layer = sum(
+        return len(self.layers) * sum(
             len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens
         )
-        return len(self.layers) * calls_of_a_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,8 +543,11 @@ def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, 
     if request.recorded is None:
         return request, find(request)
     if changed := _model_options(request) - {"model", "layers"}:
-        flags = declared.flags(type(request))
-        refused = [flag for _, flag, parameter in flags if parameter.name in changed]
+        refused = [
+            flag
+            for _, flag, parameter in declared.flags(type(request))
+            if parameter.name in changed
+        ]
         raise BadInputError(
             f"A recording has its own model and prompts: {words(refused)} cannot be given.",
             "--layers is the only model option that applies to it.",
