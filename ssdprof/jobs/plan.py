@@ -334,8 +334,8 @@ class Chooser:
         """Options and models that fit in `free` bytes: "--seq 8192", "--layers first:3",
         "org/smaller".
 
-        Each is proposed on its own: the prompt is shorter by at least half, or there are fewer
-        layers or another model, with the longest prompt and with all weights in memory.
+        Each is proposed on its own: a shorter prompt, of a power of two of tokens; or fewer layers,
+        or another model, with the longest prompt and with all of their weights in memory.
 
         least_weights: bytes of this model's weights that must be in memory at once.
         computed: bytes that the computation of the longest prompt takes.
@@ -772,7 +772,7 @@ def sources(target: Target | Stored, implementations: Iterable[Implementation]) 
 def refuse_large_download(target: Target) -> None:
     """Raise BadInputError for a download above `MOST_DOWNLOAD_BYTES`, unless --yes is given.
 
-    The hint names --layers only if that makes the download smaller.
+    The hint names --layers, unless all layers are needed whatever that says.
     """
     files = target.located.files(target.deepest_layer, head=target.head)
     size = sum(file.size_bytes for file in files if not file.cached)

@@ -274,9 +274,9 @@ def _refuse_too_many(tokens: int) -> None:
 def find_to_replay(request: declared.RunOptions) -> Target | Stored:
     """The target of `run`: a model, as `find` returns it, or stored captures.
 
-    Raises BadInputError for options that do not apply to stored captures, for an unfinished
-    recording or capture without a layer, for a damaged manifest, and for a model whose layers are
-    too large for the bundled implementations.
+    Raises BadInputError for options that do not apply to stored captures, for a damaged manifest,
+    for a capture without a layer, for an unfinished recording, and for a model whose layers are too
+    large for the bundled implementations.
     """
     folder = captures_of(request.model)
     if folder is None:
