@@ -829,7 +829,7 @@ class BenchOptions(TimingOptions):
     )
     processes: int | None = _processes(None, "3, with torchrun 1")
     check: Literal["full", "short"] = option(
-        "full", "", "Compare outputs on all tokens, or on one sequence of 4,096 tokens."
+        "full", "", "Compare outputs on all tokens, or on one sequence of up to 4,096 tokens."
     )
     budget: float | None = option(
         None, "SECONDS", "Limit of the wall-clock time.", shown="no limit", min=1

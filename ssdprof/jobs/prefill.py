@@ -1,8 +1,8 @@
 """Times a whole model's prefill, up to the first token, with each implementation of its operators.
 
 locate -> fetch -> build prompts -> load with the head.  Then, for each prompt, with the model's own
-convolution and norm and perhaps with the bundled ones: time the operators alone -> profile one
-prefill of each implementation -> time the prefills of all implementations in turns.
+convolution and norm and perhaps with the bundled ones: time the operator of one layer alone ->
+profile one prefill of each implementation -> time the prefills of all implementations in turns.
 """
 
 from __future__ import annotations
@@ -304,7 +304,8 @@ class _PromptRun:
         clock: its budget is not spent yet.  Once it is, the step that runs is finished, no further
         implementation is profiled, and the cases that were profiled say why they are not timed.
 
-        Raises BadInputError if the model bypasses its operator.
+        Raises BadInputError if the model bypasses its operator, and MissingCapabilityError if an
+        implementation makes the GPU unusable.
         """
         with clock.step(f"{self.what}, one layer's operator alone"):
             self._compare_operators()

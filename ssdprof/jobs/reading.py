@@ -150,8 +150,8 @@ def parse_kept(
     """Layouts of tokens for calls that also return states inside of the sequences.
 
     verify: numbers of drafted tokens, "4,8", whose states are returned after each token; "": none.
-    every: distances, "64,1k": the states of `tokens` are returned after every so many tokens, of
-        each of `tokens` at each distance; "": none.
+    every: distances, "64,1k": each of `tokens` is taken once for each distance, and its states are
+        returned after every so many tokens; "": none.
     batches: of the drafted tokens: see `parse_tokens`.  tokens: of no effect with `verify`.
 
     Raises BadInputError for other texts, for too many drafted tokens, and if both are given.
@@ -232,8 +232,8 @@ def parse_dtypes(words: str) -> tuple[InputDType, ...]:
 
 
 def parse_chunk_sizes(words: str) -> tuple[int, ...]:
-    """ "64,128" -> (64, 128), without duplicates; "best" -> (), which stands for the operator's own
-    list.  Raises BadInputError.
+    """ "64,128" -> (64, 128), without duplicates; "best" -> (), which stands for the operator's
+    usual ones.  Raises BadInputError.
     """
     return () if words == "best" else _known("--chunk-size", words, CHUNK_SIZES)
 
