@@ -52,8 +52,8 @@ from ssdprof.store.reports import Writer
 # an implementation, its precision, and the precision of the baseline that it is compared with
 Planned = tuple[Implementation, Precision, Precision]
 Precisions = Callable[[DType], tuple[Precision, ...]]  # the argument is the dtype of the inputs
-# (operator, dtype of the inputs, call) -> the cases of the call, each baseline before those compared
-# with it.  The call is None if the whole prompt is one call.
+# (operator, dtype of the inputs, call) -> the cases of the call, a baseline before those that are
+# compared with it.  The call is None if the whole prompt is one call.
 Planner = Callable[[Operator, DType, CallRef | None], Sequence[Planned]]
 
 
