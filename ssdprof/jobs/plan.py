@@ -432,7 +432,7 @@ class Chooser:
         return free
 
     def _room(self, kind: PlacementKind, bytes_beside_weights: int) -> Iterator[tuple[Device, int]]:
-        """Each device, and the bytes that it has for weights, which may be negative; 0 for the disk,
+        """Each device, and the bytes that it has for weights, perhaps fewer than 0; 0 for the disk,
         which takes what is left.
 
         bytes_beside_weights: bytes that the computation takes on `main` and on each other GPU.
