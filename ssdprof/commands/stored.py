@@ -159,7 +159,7 @@ def accuracy(options: options.AccuracyOptions) -> None:
             of_options, texts, "--gate", "the run's machine", terminal.say
         )
     if options.impl is not None:
-        names = parse_implementations("--impl", options.impl)
+        names = parse_implementations(options.impl)
         known = dict.fromkeys(case.implementation for case in report.of_calls)
         for name in names:
             if name not in known:

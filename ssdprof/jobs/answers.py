@@ -49,8 +49,10 @@ if TYPE_CHECKING:
 def answers(request: AnswersOptions, target: Target, watcher: Watcher) -> tuple[Path, Report]:
     """Compare the answers of a whole model on each prompt.
 
-    target: the whole model.  Returns the report's folder and the report.  Raises what
-    `checked_implementations`, `plan.load`, `opened` and `compare_answers` raise.
+    target: the whole model.
+
+    Returns the report's folder and the report.  Raises what `checked_implementations`, `plan.load`,
+    `opened` and `compare_answers` raise.
     """
     implementations = checked_implementations(request, target)
     if not request.no_tuned:
@@ -90,8 +92,9 @@ def compare_answers(
 ) -> None:
     """Compare the answers on every prompt of a whole model, and write the cases.
 
-    Prompts whose cases an interrupted comparison has written are left out.  An error of a case is
-    recorded in the case.  The time is added to `seconds` of the report's process.
+    Prompts of which an interrupted comparison has written all cases are left out, and so are single
+    cases that it has written.  An error of a case is recorded in the case.  The time is added to
+    `seconds` of the report's process.
 
     Raises the errors of the reference: BadInputError if its logits are not finite, and
     MissingCapabilityError if memory runs out.  Raises MissingCapabilityError, too, if a fault in a
@@ -217,7 +220,7 @@ class _AnswersComparison:
             self._reference_tokens = self._generated(self._reference)
 
     def run(self, variants: Sequence[AnswersVariant], writer: Writer) -> None:
-        """Write every case that an interrupted comparison has not written."""
+        """Compare, and write, every case that an interrupted comparison has not written."""
         with self._watcher.step("Comparing answers", len(variants), unit="cases") as advance:
             for variant in variants:
                 case, *_ = variant
@@ -254,7 +257,10 @@ class _AnswersComparison:
         self, compute: Compute, layers: frozenset[int], answers: Answers
     ) -> dict[str, object]:
         """The fields of `answers` that hold the comparison with the reference: only `nonfinite` if
-        there is a distribution that is not finite.
+        there is a distribution that is not finite.  Greedy tokens are compared if they are
+        requested, and not in a variant of one layer alone.
+
+        compute, layers: see `_handler`.
 
         Logits are computed and compared for a block of positions at a time.
         """
@@ -298,7 +304,7 @@ class _AnswersComparison:
 
 
 def _first_difference(reference_tokens: Sequence[int], tokens: Sequence[int]) -> int | None:
-    """The index of the first token that differs; None if all are equal."""
+    """The index of the first token that differs; None if all are equal.  There are equally many."""
     for index, (reference_token, token) in enumerate(zip(reference_tokens, tokens, strict=True)):
         if reference_token != token:
             return index
@@ -307,7 +313,7 @@ def _first_difference(reference_tokens: Sequence[int], tokens: Sequence[int]) ->
 
 def _blocks(whole: PreTrainedModel, hidden: torch.Tensor) -> Iterator[slice]:
     """The positions of `hidden`, (1, seqlen, width), in blocks whose logits fit in memory.  The
-    last one may reach beyond the end.
+    slice of the last block may reach beyond the end.
     """
     length = rows_that_fit(whole.get_input_embeddings().num_embeddings)
     for start in range(0, hidden.shape[1], length):
@@ -338,13 +344,13 @@ def _check_finite(whole: PreTrainedModel, hidden: torch.Tensor) -> None:
 # Seconds that all runs of the fp64 oracle on one prompt may take, unless --reference requests it.
 LONGEST_S = 300.0
 # Tokens at the start of a prompt from which the oracle's time is estimated.  The estimate itself
-# runs them twice, so it is made for prompts that are longer than that.
+# runs them twice, so it is made for prompts of more than twice as many.
 PIECE = 2048
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 
 
 def oracle_compute(call: OperatorCall) -> Result:
-    """The fp64 oracle, rounded once to the dtypes of the operator's output."""
+    """The output of the fp64 oracle, rounded once to the dtypes of the operator's outputs."""
     return oracle_output(call.inputs)
 
 
@@ -377,7 +383,9 @@ def choose_reference(
 
 
 def _oracle_seconds(prompt: PromptRun) -> float:
-    """Seconds of one run of the model with the oracle, estimated from the first `PIECE` tokens."""
+    """Seconds of one run of the model with the oracle on the prompt: those of its first `PIECE`
+    tokens, of which it has at least as many, times the ratio of the lengths.
+    """
     piece = replace(prompt, ids=prompt.ids[:, :PIECE], segment_length=PIECE)
     for _ in range(2):  # the first run warms up, and the second one counts
         began = time.monotonic()
@@ -387,7 +395,7 @@ def _oracle_seconds(prompt: PromptRun) -> float:
 
 
 def with_moved_bits(compute: Compute) -> Compute:
-    """`compute` on inputs with the last bit of each element flipped.
+    """`compute` on inputs with the last bit of each element but zeros flipped.
 
     This changes the inputs that are views of one tensor of the model: x, B and C of SSD; q, k and v
     of GDN and KDA.  About half of the numbers become larger and the others smaller, by one unit in
@@ -411,8 +419,8 @@ def with_moved_bits(compute: Compute) -> Compute:
 
 
 def in_other_chunks(compute: Compute) -> Compute:
-    """`compute` with chunks of half the length, as the inputs' chunk size says; with the same
-    chunks if the inputs have no chunk size or one below 32, since no kernel takes less than 16.
+    """`compute` on inputs with half the chunk size.  The inputs stay as they are if those of their
+    operator have no chunk size, or if it is below 32, since no kernel takes less than 16.
     """
 
     def run(call: OperatorCall) -> Result:

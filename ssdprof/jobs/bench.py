@@ -1,5 +1,5 @@
-"""`ssdprof bench`: the kernels alone, on random inputs of a model's shape, one cell after the other
-within a budget.
+"""`ssdprof bench`: the kernels alone, on random inputs of a model's shape, one cell after the
+other, within a budget if there is one.
 """
 
 import math
@@ -48,18 +48,16 @@ from ssdprof.store.ranks import Ranks
 from ssdprof.store.reports import Writer, load, opened
 from ssdprof.store.tuned import use_saved
 
-BY_TOKEN = "recurrent"  # always compared if sequences have only a few tokens
+BY_TOKEN = "recurrent"  # is compared unasked on cells of decoding (`Tokens.is_decoding`)
 CHECKED_SEQLEN = 4096  # the most tokens of the sequence that `--check short` compares
 SECONDS_PER_CELL = 1.5  # the longest time for which one cell is sampled
 LEAST_SECONDS = 0.1  # the shortest such time
 MAX_ROUNDS = 32  # the most rounds of one recording
-PROCESSES = 3  # number of processes that take samples, unless --processes says otherwise
+PROCESSES = 3  # number of processes that take samples, unless --processes or torchrun decide that
 NEEDS_GPU = (
     "A bench needs",
-    (
-        "Without one nothing is timed; 'ssdprof run demo' compares the kernels' outputs on any "
-        "machine."
-    ),
+    "Without one nothing is timed; 'ssdprof run demo' compares the kernels' outputs on any "
+    "machine.",
 )
 
 
@@ -77,6 +75,7 @@ def run_bench(
     ranks: see `bench`.
 
     Returns the report's folder and the report.
+
     Raises BadInputError and MissingCapabilityError, as `resolved`, `bench` and `decode_cells` do.
     """
     for tokens in too_large:
@@ -94,7 +93,9 @@ def bench(
 ) -> tuple[Path, Report]:
     """Measure every cell.  Returns the report's folder and the report.
 
-    ranks: processes that share the cells.  The first one returns the report of all.
+    request: see `resolved`.
+    ranks: processes that share the cells, of which the first one returns the report of all; None:
+        this one alone.
 
     A cell that does not fit in the GPU's memory or in the budget is left out, and the report names
     it.  Raises MissingCapabilityError without a GPU.
@@ -104,7 +105,7 @@ def bench(
     for cell in request.measured:
         for implementation, precision in compared(request, operator, cell):
             requested.append((_case_key(cell), implementation.name, str(precision)))
-    began = time.monotonic()  # before the report is opened, which may take part of the budget
+    began = time.monotonic()  # the budget includes the opening of the report
     with opened(
         request.out,
         watcher,
@@ -182,9 +183,9 @@ def resolved(options: BenchOptions, names: Sequence[str]) -> BenchOptions:
 
     names: names of all implementations to compare.
 
-    Raises BadInputError for an unknown name, and for a gate of match if --match-with names another
-    implementation than the operator's baseline; MissingCapabilityError without a GPU, and if the
-    baseline or the implementation of --match-with is unavailable.
+    Raises BadInputError for an unknown name, and, without --verify, for a gate of match if
+    --match-with names another implementation than the operator's baseline; MissingCapabilityError
+    without a GPU, and if the baseline or the implementation of --match-with is unavailable.
     """
     operator = operators.get(options.operator)
     resolve_for_gpu = resolver(torch.device("cuda"))
@@ -217,14 +218,16 @@ def resolved(options: BenchOptions, names: Sequence[str]) -> BenchOptions:
 def compared(
     request: BenchOptions, operator: Operator, cell: Cell
 ) -> list[tuple[Implementation, Precision]]:
-    """The available implementations of a cell with their precisions: other libraries first.
+    """The implementations that are compared on a cell, each with one of its precisions: the
+    available ones, other libraries first.
 
     - Libraries and the user's kernels run at the precisions that they declare, else at the
       requested ones.
     - The operator's baseline runs with exact intermediates only, and with the state dtypes of the
       requested precisions.
     - Alternative forms, and `BY_TOKEN`, run once, with exact intermediates and fp32 states.
-      `BY_TOKEN` is added if the cell's sequences have only a few tokens, and the operator has it.
+      `BY_TOKEN` is added if the cell is one of decoding, and the operator has it.
+    - Other bundled implementations run at the requested precisions.
     - In decoding on a pool, bundled implementations are called in place if they can be.
     """
     wanted = requested_precisions(cell.dtype, request.intermediates, request.states)
@@ -252,8 +255,8 @@ def compared(
 def chunk_sizes(
     request: BenchOptions, operator: Operator, implementation: Implementation
 ) -> Sequence[int | None]:
-    """The chunk sizes that are tried, of which the fastest is reported; (None,) if the
-    implementation chooses its own chunk size.
+    """The chunk sizes that are tried, of which the fastest is reported; (None,) for the user's
+    kernels, for implementations that choose their own, and if the operator has no chunk size.
     """
     chunks_itself = operator.generated.chunks_itself
     fixed = (
@@ -313,7 +316,9 @@ class CellBench:
         )
 
     def is_done(self, cell: Cell) -> bool:
-        """Whether an interrupted bench, which goes on now, has measured every case of the cell."""
+        """Whether an interrupted bench, which goes on now, has a result for every case of the
+        cell.
+        """
         requested = self._writer.report.requested
         names = [", ".join(case) for case in requested if case[0] == _case_key(cell)]
         return all(name in self._writer.earlier for name in names)
@@ -321,7 +326,8 @@ class CellBench:
     def measure(self, cell: Cell, seconds: float) -> None:
         """Write the cases of a cell, or the reason why it is left out.
 
-        A sampler writes the cases that the report has, with its own samples.
+        A sampler writes the cases that have samples in the report, with its own samples.
+
         seconds: how long the cell is sampled.
         """
         request = self._request
@@ -349,7 +355,7 @@ class CellBench:
         self._writer.leave_out(_case_key(cell), reason)
 
     def measured(self, cell: Cell, comparer: Comparer) -> Iterable[Case]:
-        """The final cases of a cell.
+        """The cases of a cell, each once, with its samples if it was timed.
 
         Raises TimeIsUp at the end of the budget, after which the cell has no case, even if some
         were verified.

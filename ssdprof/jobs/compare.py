@@ -4,8 +4,8 @@ turns those that are right.
     first run -> compare with the fp64 oracle -> test laws -> choose the fastest chunk size
     -> sample in turns
 
-Only implementations that passed are timed, and baselines that are outside of their budget
-(`_may_be_timed`).  Their outputs are checked again after the samples.
+Only implementations that passed are timed, and baselines that are outside of their budget or break
+a law (`_may_be_timed`).  Their outputs are checked again after the samples.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Entry:
     probes: tests laws, after the output was found correct, and returns the results.  Its argument
         is `interpreted`.  None: no law is tested.
     bits: the fingerprint of the first output; empty before the entry ran, and if it gave none.
-    interpreted: whether Triton's interpreter ran a kernel in the latest first run.
+    interpreted: whether Triton's interpreter ran a kernel in the latest first run; False before it.
     """
 
     case: Case
@@ -138,13 +138,15 @@ class Comparer:
     sampling: how the entries are timed, after their chunk sizes were chosen by `TRIALS`.
     process: the name of this process in the samples.
     first_call_s: limit in seconds for each first call.
-    until: the end of the bench, by `time.monotonic`.  No first call goes on after it; timing does.
+    until: the end of the bench, by `time.monotonic`, at which a first call is stopped.  The second
+        call of a library, and timing, are not.
     isolated: makes first calls of users' kernels and of named libraries in another process, and
         gives them copies of the inputs; None: they are called as bundled kernels are.
     oracle_must_fit: raise torch.OutOfMemoryError if the oracle does not fit in memory; else the
         cases say so.
-    on_fault: called with each entry whose call failed or gave a wrong output.  `Entry.probes` calls
-        a function of its own for broken laws.  None: not called.
+    on_fault: called with each entry whose call failed or gave a wrong output, but not if the call
+        was refused or out of memory.  `Entry.probes` calls a function of its own for broken laws.
+        None: not called.
     """
 
     timer: CudaTimer | None = None
@@ -165,7 +167,7 @@ class Comparer:
         a fault.
 
         With a timer, entries that differ only in their chunk size give one case, that of the
-        fastest, as soon as it is known.
+        fastest, as soon as it is known; that of the first of them if none passed.
 
         entries: their inputs differ in the chunk size only.
         label: names the call in the progress display.
@@ -187,24 +189,25 @@ class Comparer:
         if self.timer is None:
             return
 
-        timed: dict[Entry, Case] = {}
-        by_form = grouped(entries, lambda entry: (entry.case.implementation, entry.case.precision))
-        for trials in by_form.values():  # entries that differ in their chunk size
-            entry, case = self._fastest({entry: cases[entry] for entry in trials}, self.timer)
+        to_time: dict[Entry, Case] = {}
+        groups = grouped(entries, lambda entry: (entry.case.implementation, entry.case.precision))
+        for alternatives in groups.values():  # entries that differ in their chunk size
+            entry, case = self._fastest({entry: cases[entry] for entry in alternatives}, self.timer)
             if case.trials:
                 yield _until_timed(case, baselines)
             if _may_be_timed(case, baselines):
-                timed[entry] = case
+                to_time[entry] = case
 
-        for group in grouped(timed, lambda entry: entry.turns).values():
+        for group in grouped(to_time, lambda entry: entry.turns).values():
             with self.watcher.step(f"{label}: timing"):
-                yield from self._sampled({entry: timed[entry] for entry in group}, self.timer)
+                yield from self._sampled({entry: to_time[entry] for entry in group}, self.timer)
 
     def sample_again(
         self, entries: Sequence[Entry], label: str, earlier: Mapping[str, Case]
     ) -> Iterable[Case]:
         """The cases with samples of this process, for entries that another process has verified
-        and timed.  They are without errors and laws, which the other process's cases have.
+        and timed.  They are without errors and laws, which the other process's cases have, and so
+        the entries lose their baselines and probes.
 
         label: names the call in the progress display.
         earlier: the other process's cases, by name.  Entries that have no samples there, at their
@@ -227,7 +230,8 @@ class Comparer:
 
     def _guard(self, entries: Sequence[Entry]) -> None:
         """Give a copy of the inputs to each implementation that is not trusted to leave them alone
-        (`Implementation.isolated`).  Its entries share the copy.
+        (`Implementation.isolated`).  Its entries share the copy, because none of them has a chunk
+        size to try.
         """
         copies: dict[str, GuardedInputs] = {}
         for entry in entries:
@@ -305,6 +309,7 @@ class Comparer:
     def _first_run(self, entry: Entry) -> tuple[Output | None, Fields]:
         """Make the first call.  Returns the output, None unless it ran, and the fields of the case.
 
+        A library is called twice: the fields are those of the second call, but for `first_call`.
         A call that takes longer than `first_call_s` fails.  Raises TimeIsUp at the end of the
         bench.  On the CPU the fields have no `first_call`, because nothing is timed there.
         """
@@ -371,8 +376,9 @@ class Comparer:
         case; if none passed, the first entry.
 
         cases: entries of one implementation and precision, one for each chunk size.  The returned
-            case has the times of all chunk sizes (`trials`), and what their kernels took to
-            compile.  A single entry without a chunk size keeps its case.
+            case has the times of all chunk sizes (`trials`; None for one that was not timed, as
+            when there is no other that passed), and what their kernels took to compile.  A single
+            entry without a chunk size keeps its case.
         timer: times the replays.
         """
         passed = [entry for entry, case in cases.items() if case.result == "passed"]
@@ -488,7 +494,8 @@ class _Timed:
 
     def _outside(self, label: str, output: Output) -> str:
         """The reason why an output of the inputs as they are now is outside its budget; empty if it
-        is within, or if the verified output was outside, too.
+        is within.  Empty, too, if the case is that of a baseline whose verified output was outside,
+        and this one is finite.
         """
         entry = self.entries[label]
         known = self.cases[label]
@@ -518,14 +525,18 @@ def _until_timed(case: Case, baselines: Baselines) -> Case:
 
 
 def _trial_times(entries: Sequence[Entry], timer: CudaTimer) -> dict[Entry, float]:
-    """The median device time, in microseconds, of each entry that could be timed."""
-    runs = {str(number): entry.call.run for number, entry in enumerate(entries)}
+    """The median device time, in microseconds, of each entry that could be timed.
+
+    Raises MissingCapabilityError, with the entry's label, if an entry makes the GPU unusable.
+    """
+    runs = {entry.call.label: entry.call.run for entry in entries}
     timed = time_in_turns(runs, timer, TRIALS, check=None, clocks=("device",))
     times: dict[Entry, float] = {}
-    for number, fields in timed.items():
+    for entry in entries:
+        fields = timed[entry.call.label]
         if "samples" in fields:
             (device_samples,) = fields["samples"]
-            times[entries[int(number)]] = statistics.median(device_samples.us).value
+            times[entry] = statistics.median(device_samples.us).value
     return times
 
 
@@ -619,7 +630,8 @@ def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, object]:
 
 
 def _borrowed(verdict: Case, fields: Mapping[str, Any], output: Output) -> dict[str, object]:
-    """The fields of a case whose output is not compared: those of the same entry's verdict.
+    """The fields of a case whose output is not compared: those of the same entry's verdict, and
+    `nonfinite` if the output is not finite.
 
     fields, output: from this entry's first run, which gave an output.  The slower of the two first
     calls is reported: it is the one that compiled the kernels.

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from triton import knobs
 
 from ssdprof import operators
-from ssdprof.core.words import size_words
+from ssdprof.core.words import plural, size_words
 from ssdprof.environment.machine import (
     current_uuid,
     gpu,
@@ -38,11 +38,12 @@ from ssdprof.errors import MissingCapabilityError, masked
 from ssdprof.kernels.device import INTERPRETED
 
 # Versions of Triton that, on Hopper, overwrite registers of a chunk scan which its matrix products
-# still read: 3.6 in all 8 configurations of mamba_ssm that use WGMMA, 3.7 and 3.8 in a kernel of
-# ssdprof, whose configurations now avoid that (`kernels/ssd/config.py`).  3.9 does not.
+# still read.  3.6 was seen to do so in all 8 configurations of mamba_ssm that use WGMMA; 3.7 and
+# 3.8 in a chunk scan of ssdprof, whose configurations now avoid that (`kernels/ssd/config.py`), so
+# that mamba_ssm's is taken to be affected, too.  3.9 does not.
 _RACY_TRITON = ("3.6.", "3.7.", "3.8.")
-# torch version -> Triton versions with which the tests ran (Makefile: test-oldest, test,
-# test-newest)
+# torch version -> Triton versions with which the tests ran: the three pairs of the Makefile's
+# test-oldest, test and test-newest
 _TESTED = {"2.11": ("3.6",), "2.13": ("3.6", "3.9")}
 _ROOMY_BYTES = 20 << 30  # free space that is enough for a small checkpoint and its captures
 _NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
@@ -108,8 +109,8 @@ def _pair(torch_version: str, triton_version: str) -> Check:
 
 
 def _gpu() -> Iterator[Check]:
-    """Checks of the GPU, its free memory, other processes on it, the tools that compile for it, and
-    its clocks.  Without a GPU that torch can use, one check says why.
+    """Checks of the GPU, its free memory, whether it is a slice or shared, the tools that compile
+    for it, and its clocks.  Without a GPU that torch can use, one check says why.
     """
     device = gpu()
     if device is None:
@@ -176,8 +177,7 @@ def _sharing(gpu_name: str) -> Iterator[Check]:
             "Their work disturbs times.  To see them, run: nvidia-smi "
             "--query-compute-apps=pid,name --format=csv"
         )
-        processes = "process" if others == 1 else "processes"
-        yield _check("gpu sharing", "warn", f"{others} other {processes} on it", hint)
+        yield _check("gpu sharing", "warn", f"{plural(others, 'other process')} on it", hint)
     elif others == 0:
         yield _check("gpu sharing", "ok", "no other process computes on it")
 
@@ -194,7 +194,7 @@ def _kernels() -> Check:
         compiler = f"Triton {triton.__version__} with ptxas {knobs.nvidia.ptxas.version}"
         if triton.__version__.startswith(_RACY_TRITON):
             compiler += (
-                " (mamba_ssm's _chunk_scan_fwd_kernel overwrites operands of matrix "
+                " (on Hopper, mamba_ssm's _chunk_scan_fwd_kernel overwrites operands of matrix "
                 "products in flight)"
             )
         return _check("kernels", "ok", f"compiled by {compiler} for the GPU")
@@ -233,8 +233,8 @@ def _libraries() -> Check:
 
 
 def _served() -> Iterator[Check]:
-    """A line for each operator on what servers run for it, on a GPU of compute capability 9.0;
-    nothing on other GPUs, where that is not known.
+    """A check for each operator, which says what servers run for it on a GPU of compute capability
+    9.0; none on other GPUs, where that is not known, and without a GPU.
     """
     device = gpu()
     if device is not None and device.compute_capability == "9.0":
@@ -278,8 +278,10 @@ def _counters(parameters: Path) -> Check:
 
 
 def _hub() -> Check:
-    """A check of the hub's address, and whether downloads are allowed, without contacting it."""
-    # raises BadInputError for an environment variable that the hub's client cannot read
+    """A check of the hub's address, and whether downloads are allowed, without contacting it.
+
+    Raises BadInputError for an environment variable that the hub's client cannot read.
+    """
     import_module("ssdprof.checkpoint.hub")
     from huggingface_hub import constants, is_offline_mode
 

@@ -31,7 +31,8 @@ FORMATS_BY_SUFFIX = {
 def format_of(file: Path, formats: Container[str] = FORMATS_BY_SUFFIX.values()) -> str:
     """The format that the file's suffix names; Markdown for a file without a suffix.
 
-    formats: those that are possible.  Raises BadInputError if the suffix names none of them.
+    formats: those that are possible, Markdown among them.  Raises BadInputError if the suffix names
+    none of them.
     """
     format = FORMATS_BY_SUFFIX.get(file.suffix.lower(), "" if file.suffix else "markdown")
     if format in formats:
@@ -44,7 +45,8 @@ def format_of(file: Path, formats: Container[str] = FORMATS_BY_SUFFIX.values()) 
 
 
 def exported(format: str, folder: Path | None, report: Report, target: Path | None = None) -> str:
-    """The text of a report in this format.  Raises BadInputError for an unknown one.
+    """The text of a report in this format, which may be any of `FORMATS_BY_SUFFIX`, or "baseline".
+    Raises BadInputError for an unknown one, and for a damaged stall report.
 
     folder: the report's folder, whose stalls Markdown and HTML show, if there are any; None: no
         stalls are shown.
@@ -76,7 +78,9 @@ def exported(format: str, folder: Path | None, report: Report, target: Path | No
 
 
 def dump_stalls(report: StallReport) -> str:
-    """The report as JSON: the same bytes for the same ncu reports, on every machine."""
+    """The report as JSON.  What was read from reports of ncu alone (`stalls --from`) gives the same
+    bytes on every machine; what was profiled also has the time and the machine.
+    """
     return report.model_dump_json(indent=1)
 
 
@@ -88,7 +92,7 @@ def load_stalls(file: Path) -> StallReport:
 
 
 def stalls_of_run(folder: Path) -> StallReport | None:
-    """The stall report in a run's folder, if there is one."""
+    """The stall report in a run's folder; None if there is none.  Raises as `load_stalls` does."""
     record = folder / STALLS_FOLDER / STALLS_RECORD
     return load_stalls(record) if record.is_file() else None
 
@@ -104,15 +108,15 @@ def stalls_as_markdown(report: StallReport, figures: Mapping[str, str] | None = 
 
 def write_stalls(folder: Path, report: StallReport) -> None:
     """Write the report as JSON and as Markdown with pictures into an existing folder.  Replaces
-    older files.
+    older files of the same names.
     """
     files.write_text(folder / STALLS_RECORD, dump_stalls(report) + "\n")
     write_stalls_markdown(folder / STALLS_DOCUMENT, report)
 
 
 def write_stalls_markdown(file: Path, report: StallReport, *, replace: bool = True) -> None:
-    """Write a Markdown file, and its pictures next to it: for stalls.md stalls-roofline.svg, and a
-    file such as stalls-fused.svg for each implementation that was sampled.
+    """Write a Markdown file, and its pictures (`plots.of_stalls`) next to it: for stalls.md files
+    such as stalls-roofline.svg and stalls-fused.svg.
 
     replace: overwrite the Markdown file.  Pictures are overwritten in any case.
     Raises what `files.write_text` raises.

@@ -1,8 +1,8 @@
 """Stores calls that failed, so that `ssdprof case ID --save DIR` can copy them without the model.
 
-For each implementation, a report's folder gets a file for the first call that failed, and a file
-for the first call that broke each law.  A file has the inputs, the output of the fp64 oracle, and
-the implementation's output.
+For each implementation, a report's folder gets a file for the first call that failed or gave a
+wrong output, and a file for the first call that broke each law.  A file has the inputs, the output
+of the fp64 oracle, and the implementation's output, if it gave one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ MOST_INPUT_BYTES = 1 << 30  # the largest inputs that are stored
 def keeping(folder: Path) -> OnFault:
     """A function that stores calls in the folder of a report.
 
-    For each implementation, it stores the first call that failed, and the first that broke each
-    law.  It ignores inputs above `MOST_INPUT_BYTES`, and implementations without a `word` by which
-    they can be found again.
+    For each implementation, it stores the first call that failed or gave a wrong output, and the
+    first that broke each law.  It ignores inputs above `MOST_INPUT_BYTES`, and implementations
+    without a `word` by which they can be found again.  If there is no memory for the oracle, the
+    call is not stored, nor is a later one in its place.
     """
-    stored: set[tuple[str, str]] = set()  # names of the implementation and of the law
+    # names of the implementation and of the law; the law is empty for a call that broke none
+    stored: set[tuple[str, str]] = set()
 
     def keep(entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
         implementation = entry.call.implementation
@@ -61,7 +63,8 @@ def keeping(folder: Path) -> OnFault:
 def _write(folder: Path, entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
     """Write a call with its tensors and their layouts.
 
-    law: the law that the call broke; empty: the call failed.
+    law: the law that the call broke; empty: the call failed or gave a wrong output.
+    output: None if the implementation gave none.
     """
     in_place = law.startswith(BETWEEN_CALLS)
     groups = {"expected": _expected_in_place(inputs) if in_place else oracle_output(inputs)}
@@ -111,7 +114,7 @@ def _with_a_copy(inputs: Inputs) -> Inputs:
 
 
 class SavedCall(NamedTuple):
-    """A call that failed or broke a law.
+    """A call that failed, gave a wrong output or broke a law.
 
     expected: the output of the fp64 oracle.
     actual: the output of the implementation; None if there was none.
@@ -140,7 +143,7 @@ class SavedCall(NamedTuple):
 
 
 def load_call(file: str | os.PathLike[str]) -> SavedCall:
-    """The call in a file of `ssdprof case ID --save DIR`, on the GPU if there is one."""
+    """The call in a file of `ssdprof case ID --save DIR`, on the GPU if torch can use one."""
     groups: dict[str, dict[str, torch.Tensor]] = {"inputs": {}, "expected": {}, "actual": {}}
     with safe_open(file, framework="pt", device=str(limits.device())) as stored:
         call = json.loads(stored.metadata()["call"])

@@ -14,7 +14,8 @@ from ssdprof.measure.first_run import first_line
 
 DEFAULT_SEQLEN_GPU = 16384
 DEFAULT_SEQLEN_CPU = 512
-# tokens of one call: Triton's interpreter is slow, because it runs one program after the other
+# tokens of one call, all sequences together: Triton's interpreter runs one program after the other,
+# and longer calls would take too long
 LONGEST_INTERPRETED = 2048
 
 
@@ -41,9 +42,9 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
     Without a GPU, kernels need Triton's interpreter, and the prompts must be short.  With a GPU,
     Triton must be able to compile kernels for it, unless the interpreter runs them.
 
-    batch: number of prompts side by side.
+    seqlens: at least one.  batch: number of prompts side by side.
     """
-    longest = batch * max(seqlens)
+    most_tokens = batch * max(seqlens)
     if not INTERPRETED:
         if device().type == "cpu":
             raise MissingCapabilityError(
@@ -51,15 +52,13 @@ def check_replay(seqlens: Sequence[int], batch: int = 1) -> None:
                 unusable_gpu() or "Set TRITON_INTERPRET=1 to run them on the CPU.",
             )
         require_toolchain()
-    if device().type == "cpu" and longest > LONGEST_INTERPRETED:
+    if device().type == "cpu" and most_tokens > LONGEST_INTERPRETED:
         raise MissingCapabilityError(
-            f"{longest:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's "
+            f"{most_tokens:,} tokens need an NVIDIA GPU: without one, kernels run in Triton's "
             f"interpreter, which is slow, and the limit is {LONGEST_INTERPRETED:,} tokens.",
             unusable_gpu()
-            or (
-                f"Use a shorter --seq, or fewer or shorter sequences: {LONGEST_INTERPRETED:,} "
-                "tokens together."
-            ),
+            or f"Use a shorter --seq, or fewer or shorter sequences: {LONGEST_INTERPRETED:,} "
+            "tokens together.",
         )
 
 
@@ -73,7 +72,7 @@ def check_capture() -> None:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Turn out-of-memory errors in the block into MissingCapabilityError with a hint.
+    """Turn torch.OutOfMemoryError in the block into MissingCapabilityError with a hint.
 
     Also silences NumPy's warnings about NaN and overflow, which Triton's interpreter causes in
     masked lanes.  Outputs are checked for NaN elsewhere.

@@ -3,8 +3,8 @@ jobs get objects of these classes as their requests.
 
 A field is declared by `option`, `words`, `flag` or `argument`; or its type is annotated with
 `info`; or, if it has no default, its metadata have its declaration.  A field that is declared by
-`derived` is no option of the command.  A field that is declared by `words` is a string until
-`target.read` parses it.
+`derived` is no option of the command.  The command line gives a field that is declared by `words`
+as text, which `target.read` parses; its default has been parsed.
 
 This module imports nothing that takes long, because --help and the shell's completion import it.
 """
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from ssdprof.operators.generate import Cell, Tokens
 
 Kind = TypeVar("Kind")
-_LARGEST = 1_000_000_000  # seconds or other units, of options that are no whole numbers
+# Options that are no whole numbers, in seconds or other units, must be below this, so that infinity
+# and NaN are refused.
+_LARGEST = 1_000_000_000
 COMPARED = ("unfused", "fused")  # implementations compared by default; the first is the baseline
 # Names, in annotations, of types whose import takes long.  Only fields that are declared by `words`
 # or `derived` have them, whose types Typer does not need.
@@ -86,18 +88,21 @@ def own_kernels(given: dict[str, Any]) -> tuple[str, ...]:
     """The names of implementations and state formats that are, or may be, the user's functions.
     Formats with a scale, such as `int8:head`, look like one.
 
-    given: name of a field -> its text, None or another value, as Typer parsed it.
+    given: name of a field -> its value as Typer parsed it; of a field of `_NAMING_KERNELS`, text or
+        None.  Fields may be missing.
     """
     names: dict[str, None] = {}
-    for option_name in _NAMING_KERNELS:
-        text = given.get(option_name) or ""
+    for field_name in _NAMING_KERNELS:
+        text = given.get(field_name) or ""
         names |= dict.fromkeys(name.strip() for name in text.split(","))
     registered = metadata.entry_points(group="ssdprof.implementations").names
     return tuple(name for name in names if ":" in name or name in registered)
 
 
 def _finite(value: Any) -> Any:
-    """Refuse a number that is infinite, NaN, or `_LARGEST` or more."""
+    """The value of an option.  Raises typer.BadParameter for a float that is NaN, or whose absolute
+    value is `_LARGEST` or more.
+    """
     if isinstance(value, float) and not abs(value) < _LARGEST:
         raise typer.BadParameter(f"{value:g} is not below {_LARGEST:,}; give a smaller number")
     return value
@@ -106,9 +111,9 @@ def _finite(value: Any) -> Any:
 def info(metavar: str, help: str, *names: str, shown: bool | str = True, **more: Any) -> Any:
     """An annotation of a type, which declares an option.
 
-    metavar: the placeholder for the value in the help.  names: flags; by default one with the
-    field's name.  shown: the default as the help shows it; False: the help shows none.  more: other
-    arguments of `typer.Option`.
+    metavar: the placeholder for the value in the help; empty: Typer's.  names: flags; by default
+    one with the field's name.  shown: the default as the help shows it; True: the value itself;
+    False: the help shows none.  more: other arguments of `typer.Option`.
     """
     return typer.Option(
         *names, metavar=metavar or None, help=help, show_default=shown, callback=_finite, **more
@@ -132,7 +137,7 @@ def words(
 
 
 def derived(default: Any) -> Any:
-    """A field that is no option of the command: jobs set it."""
+    """A field that is no option of the command: its job, or the command line, sets it."""
     return field(default=default, metadata={"derived": True})
 
 
@@ -144,7 +149,10 @@ def flag(name: str, help: str) -> Any:
 def argument(
     default: Any, metavar: str, help: str, *, shown: bool | str = False, **more: Any
 ) -> Any:
-    """A field that the command line takes as an argument.  default: `...` if it is required."""
+    """A field that the command line takes as an argument.
+
+    default: `...` if it is required.  shown: see `info`.
+    """
     declared = typer.Argument(metavar=metavar, help=help, show_default=shown, **more)
     return field(default=MISSING if default is ... else default, metadata={"typer": declared})
 
@@ -171,7 +179,8 @@ def parameters(kind: type) -> Iterator[Parameter]:
 
 
 def as_command(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, after its signature and annotations have become those of a class of options.
+    """The function itself, after its signature and annotations were set to those of a class of
+    options.
 
     Typer reads both to build the command.
     """
@@ -201,18 +210,20 @@ def command_name(kind: type) -> str:
 
 
 def parsed(kind: type[Kind], line: list[str]) -> Kind:
-    """The options of a class from the words of a command line after the command's name.
+    """The options of a class from the words of a command line after the command's name, without
+    --help.  Text of fields that are declared by `words` is not parsed.
 
-    Raises BadInputError for words that the command line would refuse.
+    Raises BadInputError for words that the command line would refuse, and for a file that cannot be
+    read what `existing_file` raises.
     """
     try:
         # a function, because Typer reads the signature that `as_command` gives it
         command = _single_command(kind, lambda **values: kind(**values))
-        options: Kind = command.main(line, standalone_mode=False)
+        values_of_line: Kind = command.main(line, standalone_mode=False)
     except typer.BadParameter.__base__ as error:  # type: ignore[misc]  # click's UsageError
         explain_option(error)
         raise BadInputError(error.format_message()) from None
-    return options
+    return values_of_line
 
 
 def _single_command(kind: type, function: Callable[..., Any]) -> Any:
@@ -332,7 +343,7 @@ def _processes(default: int | None = 1, shown: bool | str = True) -> Any:
 class ModelOptions:
     """The model, its layers, and the prompt.
 
-    Fields that are derived here are options of some of the subclasses.
+    Fields that are derived here, except `command`, are options of some of the subclasses.
     """
 
     model: str = argument(..., "MODEL", _MODEL)
@@ -356,7 +367,10 @@ class ModelOptions:
         None, "MODEL", "Take the tokenizer from another model.", shown="the model's own"
     )
     segment_length: int | None = words(
-        "N", "Tokens per forward call of the model: 8192, or 8k.", "--segment", shown="by length"
+        "N",
+        "Tokens per forward call of the model: 8192, or 8k.",
+        "--segment",
+        shown="the longest that fits",
     )
     yes: bool = flag("--yes", "Download more than 10 GB without asking.")
     placement: PlacementOption = derived(None)
@@ -423,8 +437,8 @@ class RunOptions(TimingOptions, ServedModelOptions):
     layers.
 
     Exit code 0 says that all requested cases were compared and passed.  Exit code 1 says that a
-    case was inaccurate, not finite or refused, that a gate does not hold, that nothing was
-    compared, or that the stored capture was interrupted.
+    case could not run, was inaccurate, not finite or refused, that a gate does not hold, that
+    nothing was compared, or that the stored capture was interrupted.
     """
 
     model: str = argument(..., "MODEL", f"{_MODEL} Or a folder of stored captures.")
@@ -532,8 +546,8 @@ class AccuracyOptions:
     """Show the accuracy of each implementation in a run.
 
     Exit code 0 says that all requested cases at the precisions shown were compared and passed.
-    Exit code 1 says that a case was inaccurate, not finite or refused, that a gate does not hold,
-    or that the run is partial.
+    Exit code 1 says that a case could not run, was inaccurate, not finite or refused, that a gate
+    does not hold, or that the run is partial.
     """
 
     run: str | None = argument(
@@ -815,7 +829,7 @@ class BenchOptions(TimingOptions):
     )
     processes: int | None = _processes(None, "3, with torchrun 1")
     check: Literal["full", "short"] = option(
-        "full", "", "Compare outputs on all tokens, or on one sequence of 4,096 tokens."
+        "full", "", "Compare outputs on all tokens, or on one sequence of up to 4,096 tokens."
     )
     budget: float | None = option(
         None, "SECONDS", "Limit of the wall-clock time.", shown="no limit", min=1

@@ -72,8 +72,8 @@ if TYPE_CHECKING:
 
 # the fastest first
 PLACEMENT_KINDS: tuple[PlacementKind, ...] = ("one-gpu", "all-gpus", "cpu-offload", "disk-offload")
-# hints for models that do not fit: if all layers are needed; if not one fits; if only the requested
-# placement does not fit
+# Hints for models that do not fit.  The first: all layers are needed.  The second: not one layer
+# fits.  The third: the placement does not fit, although the largest layer does.
 _SMALLER_MODEL_HINT = (
     "Take a smaller model.  Without --decode and --answers, a run loads no layer after the "
     "deepest wanted one."
@@ -82,7 +82,8 @@ _NO_LAYER_HINT = "Not one layer of it fits: take a smaller model."
 _FIT_HINT = "Leave out --placement, use a shorter --seq, or --layers first:N with fewer layers."
 MOST_DOWNLOAD_BYTES = 10 * 10**9  # the largest download that does not need --yes
 _LEAST_LENGTH = 1024  # tokens of the shortest prompt that a hint proposes
-_LEAST_TEMPORARY_BYTES = 2**20  # what compilers and processes write to the temporary folder
+# room in the temporary folder without which compilers and child processes cannot write their files
+_LEAST_TEMPORARY_BYTES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +93,8 @@ class ChosenPlacement:
     record: the placement as reports store it.
     device_map: the device of each module; None: the whole model is on `limits.device()`.
     segment_lengths: tokens per forward call, for each prompt.
-    rewritten_bytes: bytes of the weights that transformers converts on loading and writes to a
-        temporary folder.
+    rewritten_bytes: bytes of the weights on the disk that transformers converts on loading, and
+        writes to a temporary folder.
     remark: see `Chooser`.
     """
 
@@ -122,18 +123,21 @@ class ChosenPlacement:
                 "layers.",
             )
 
-    def priced(self, weights: Path | None) -> Placement:
+    def priced(self, weights_file: Path | None) -> Placement:
         """The placement with the measured speed at which its weights are streamed, in bytes per
         second; without a speed if nothing is streamed or the disk cannot be measured.
 
-        weights: a file of the weights on this machine, to measure the disk; None: there is none.
+        If some weights are on the disk and others in main memory, it is the speed of those on the
+        disk.
+
+        weights_file: on this machine, to measure the disk; None: there is none.
         """
         record = self.record
         if not record.streamed_layer_bytes:
             return record
         seconds_per_byte = 0.0
         if "disk" in record.allocated:
-            speed = read_bytes_per_s(weights) if weights else None
+            speed = read_bytes_per_s(weights_file) if weights_file else None
             if speed is None:
                 return record
             seconds_per_byte += 1 / speed
@@ -144,13 +148,16 @@ class ChosenPlacement:
 
 
 def choose(target: Target, copies: int = 1) -> ChosenPlacement:
-    """The placement that the request names, or else the fastest one that fits.  Downloads and loads
-    nothing.
+    """The placement that the request names, or else the fastest one that fits.  Loads no weights.
+
+    If none fits by the predicted memory, but the user gave the tokens per forward call and one GPU
+    (without a GPU, main memory) has room for the weights, it is "one-gpu" all the same, unless
+    another one is requested.
 
     copies: number of copies of each prompt, side by side in a batch.
 
     Raises MissingCapabilityError if no placement fits or this machine lacks the devices of the
-    requested one, and BadInputError if the checkpoint does not support that.
+    requested one, and BadInputError if the checkpoint does not support the requested one.
     """
     wanted = target.request.placement
     method = target.ref.quantization
@@ -179,8 +186,9 @@ def choose(target: Target, copies: int = 1) -> ChosenPlacement:
         if chosen is not None:
             return chosen
     # A user who gives the length of the segments may try it with less memory than is predicted.
-    if wanted in (None, "one-gpu") and chooser.fixed and target.weight_bytes <= limits.free_bytes():
-        return chooser.at("one-gpu", {"": chooser.main}, chooser.fixed, 0)
+    has_room = target.weight_bytes <= limits.free_bytes()
+    if wanted in (None, "one-gpu") and chooser.requested_length and has_room:
+        return chooser.at("one-gpu", {"": chooser.main}, chooser.requested_length, 0)
     raise chooser.too_large(wanted or "disk-offload")
 
 
@@ -188,8 +196,8 @@ class Chooser:
     """Chooses a placement, with the memory that is free now.
 
     main: the device of the first layers: the index of the current GPU, or "cpu".
-    fixed: tokens per forward call as the user gave them; None: the chooser takes the longest
-        segments that fit.
+    requested_length: tokens per segment, that is, per forward call, as --segment or
+        --chunked-prefill say; None: the chooser takes the longest segments that fit.
     remark: a sentence that says why the memory of the computation is not known, and counted as 0;
         empty if it is known.
     """
@@ -205,13 +213,13 @@ class Chooser:
         self._seqlen = max(target.seqlens)
         device = limits.device()
         self.main: Device = device.index if device.type == "cuda" else "cpu"
-        self.fixed = target.serving.chunk or target.request.segment_length
-        # (seqlen, segment length) -> the bytes that `_predicted` returns
+        self.requested_length = target.serving.chunk or target.request.segment_length
+        # (seqlen, segment length) -> the bytes that `_predicted` returns, unless it returns None
         self._known: dict[tuple[int, int], tuple[int, int]] = {}
 
     def least_bytes_beside_weights(self, seqlen: int | None = None) -> int:
         """The least bytes that must be free in addition to the weights, with the longest or the
-        shortest of the allowed segments; 0 if unknown.
+        shortest of the allowed segments; 0 if either is unknown.
 
         seqlen: tokens of the prompt; None: the longest prompt.
         """
@@ -222,7 +230,10 @@ class Chooser:
         )
 
     def lacks(self, kind: PlacementKind) -> str:
-        """What this machine lacks for `kind`; empty if it has its devices."""
+        """What this machine lacks for `kind`, in words; empty if it has the devices.
+
+        Without a GPU, "one-gpu" is main memory, and "disk-offload" the disk beside it.
+        """
         if kind == "all-gpus":
             return "" if len(self.gpus) > 1 else "two NVIDIA GPUs"
         return "an NVIDIA GPU" if kind == "cpu-offload" and self.main == "cpu" else ""
@@ -233,17 +244,19 @@ class Chooser:
 
         Long segments are better, because every segment streams the weights again.
         """
-        free = limits.free_bytes() - self._target.weight_bytes
+        beside_all_weights = limits.free_bytes() - self._target.weight_bytes
         for length in self._lengths(self._seqlen):
             bytes_beside_weights = self._bytes_beside_weights(self._seqlen, length)
             if kind == "one-gpu":
-                mapped: DeviceMap | None = {"": self.main} if bytes_beside_weights <= free else None
+                fits = bytes_beside_weights <= beside_all_weights
+                mapped: DeviceMap | None = {"": self.main} if fits else None
             else:
                 mapped = infer_devices(self._model, dict(self._room(kind, bytes_beside_weights)))
             if mapped is not None:
-                # `free` is too low if the weights are divided among devices.  In any case there is
-                # room for the longest prompt.
-                return self.at(kind, mapped, length, max(bytes_beside_weights, free))
+                # More is free if other devices have a part of the weights: at least what the
+                # longest prompt needs.
+                free = max(bytes_beside_weights, beside_all_weights)
+                return self.at(kind, mapped, length, free)
         return None
 
     def at(self, kind: PlacementKind, mapped: DeviceMap, length: int, free: int) -> ChosenPlacement:
@@ -267,18 +280,20 @@ class Chooser:
     def too_large(self, kind: PlacementKind) -> MissingCapabilityError:
         """The error for a model that does not fit with a placement of this kind.
 
-        If the largest layer and the embedding fit, so that another placement may stream the
-        weights, the message says how much room this one has.  Otherwise, and for one GPU, the hint
-        names shorter prompts, fewer layers and smaller models that fit.
+        If the largest layer and the embedding fit, so that the weights could be streamed layer by
+        layer, the message says how much room this placement has.  Otherwise, and for "one-gpu", the
+        hint names a shorter prompt, fewer layers and smaller models that fit, if there are any.
         """
         target = self._target
         free = limits.free_bytes()
         computed = self.least_bytes_beside_weights()
-        takes = f"what is computed for {self._seqlen:,} tokens takes {size_words(computed)}"
-        weights = f"its weights take {size_words(target.weight_bytes)}"
+        computed_words = (
+            f"what is computed for {self._seqlen:,} tokens takes {size_words(computed)}"
+        )
+        weights_words = f"its weights take {size_words(target.weight_bytes)}"
         layer, embedding = self._streamed_parts()
         if kind == "one-gpu":
-            least = target.weight_bytes
+            least_weights = target.weight_bytes
             how = ""
         elif layer + embedding + computed <= free:
             rooms = [
@@ -287,23 +302,23 @@ class Chooser:
                 if device != "disk"
             ]
             return MissingCapabilityError(
-                f"{target.ref.repo_id} does not fit with --placement {kind}: {weights}, {takes}, "
-                f"and there is room for {' and '.join(rooms)}.",
+                f"{target.ref.repo_id} does not fit with --placement {kind}: {weights_words}, "
+                f"{computed_words}, and there is room for {' and '.join(rooms)}.",
                 _FIT_HINT,
             )
         else:
-            least = layer + embedding
+            least_weights = layer + embedding
             how = " layer by layer"
-            weights = (
+            weights_words = (
                 f"its largest layer has {size_words(layer)} of weights, its token embedding "
                 f"{size_words(embedding)}"
             )
         hint = _SMALLER_MODEL_HINT if target.whole else _NO_LAYER_HINT
-        if fits := list(self._what_fits(least, computed, free)):
+        if fits := list(self._what_fits(least_weights, computed, free)):
             hint = f"What fits: {' or '.join(fits)}."
         return MissingCapabilityError(
-            f"{target.ref.repo_id} does not fit on {_device_name(self.main)}{how}: {weights}, "
-            f"{takes}, and {size_words(free)} are free.",
+            f"{target.ref.repo_id} does not fit on {_device_name(self.main)}{how}: "
+            f"{weights_words}, {computed_words}, and {size_words(free)} are free.",
             hint,
         )
 
@@ -312,21 +327,23 @@ class Chooser:
         layer_bytes: Counter[int | None] = Counter()  # by layer; None: outside of layers
         for name, parameter in self._model.named_parameters():
             layer_bytes[layer_index(name)] += parameter.nbytes
-        largest = max(size for index, size in layer_bytes.items() if index is not None)
-        return largest, self._model.get_input_embeddings().weight.nbytes
+        del layer_bytes[None]
+        return max(layer_bytes.values()), self._model.get_input_embeddings().weight.nbytes
 
-    def _what_fits(self, weights: int, computed: int, free: int) -> Iterator[str]:
+    def _what_fits(self, least_weights: int, computed: int, free: int) -> Iterator[str]:
         """Options and models that fit in `free` bytes: "--seq 8192", "--layers first:3",
         "org/smaller".
 
-        weights: bytes of weights that must be in memory at once, for a shorter prompt.
-        computed: bytes that the computation of the longest prompt takes, for fewer layers and for
-            other models, of which all weights are in memory.
+        Each is proposed on its own: a shorter prompt, of a power of two of tokens; or fewer layers,
+        or another model, with the longest prompt and with all of their weights in memory.
+
+        least_weights: bytes of this model's weights that must be in memory at once.
+        computed: bytes that the computation of the longest prompt takes.
         """
         target = self._target
         length = (1 << (self._seqlen - 1).bit_length()) // 2  # the next shorter power of two
         while length >= _LEAST_LENGTH and not target.serving.packed:
-            if weights + self.least_bytes_beside_weights(length) <= free:
+            if least_weights + self.least_bytes_beside_weights(length) <= free:
                 yield f"--seq {length}"
                 break
             length //= 2
@@ -345,22 +362,22 @@ class Chooser:
     def _lengths(self, seqlen: int) -> tuple[int, ...]:
         """Allowed tokens per segment for a prompt of `seqlen` tokens, the most first."""
         longest = min(seqlen, max(self._target.serving.packed, default=seqlen))
-        if self.fixed:
-            return (min(self.fixed, longest),)
+        if self.requested_length:
+            return (min(self.requested_length, longest),)
         return (longest, *(length for length in memory.SEGMENT_LENGTHS if length < longest))
 
-    def _segment_length(self, seqlen: int, at_most: int, free: int) -> int:
-        """Tokens per segment of a prompt.
+    def _segment_length(self, seqlen: int, of_longest: int, free: int) -> int:
+        """Tokens per segment of a prompt of `seqlen` tokens: if it is not the longest prompt, the
+        most with which its computation fits in `free` bytes.
 
-        at_most: the number for the longest prompt.  A shorter prompt may have longer segments, if
-        its computation fits in `free` bytes with them.
+        of_longest: the number for the longest prompt.  A shorter one gets it, too, if none fits.
         """
         lengths = self._lengths(seqlen)
         if seqlen != self._seqlen:
             for length in lengths:
                 if self._bytes_beside_weights(seqlen, length) <= free:
                     return length
-        return min(at_most, lengths[0])
+        return min(of_longest, lengths[0])
 
     def _bytes_beside_weights(self, seqlen: int, length: int) -> int:
         """Bytes that must be free in addition to the weights to run a prompt of `seqlen` tokens in
@@ -415,8 +432,8 @@ class Chooser:
         return free
 
     def _room(self, kind: PlacementKind, bytes_beside_weights: int) -> Iterator[tuple[Device, int]]:
-        """Each device, and the bytes that it has for weights; 0 for the disk, which takes what is
-        left.
+        """Each device, and the bytes that it has for weights, perhaps fewer than 0; 0 for the disk,
+        which takes what is left.
 
         bytes_beside_weights: bytes that the computation takes on `main` and on each other GPU.
         """
@@ -502,8 +519,9 @@ def plan(target: Target | Stored, *, tensor_parallel: int = 1) -> DryRun:
 
     tensor_parallel: number of ranks among which a run divides the heads.
 
-    If no placement fits, the plan has none.  Raises BadInputError for a config that transformers
-    cannot use, and for a missing file of a capture.
+    If no placement fits, or if the temporary folder is full, the plan has no placement.  For stored
+    captures it has none either.  Raises BadInputError for a config that transformers cannot use,
+    for a placement that the checkpoint does not support, and for a missing file of a capture.
     """
     dry_run = partial(
         DryRun,
@@ -540,7 +558,8 @@ def plan(target: Target | Stored, *, tensor_parallel: int = 1) -> DryRun:
 def check_start(planned: DryRun, target: Target | Stored) -> None:
     """Raise the error that a run of the plan would raise before it loads the model: no placement
     fits, the temporary folder is full, a prompt cannot be built, the weights cannot be fetched,
-    their headers do not fit the config, or stored captures are damaged.
+    their headers do not fit the config, or stored captures are damaged or were interrupted.  That a
+    large download needs --yes is no error here, because the plan shows its size.
     """
     if isinstance(target, Stored):
         store.check(target.folder, target.manifest, target.chosen)
@@ -575,7 +594,7 @@ def _weights_file(target: Target) -> Path | None:
 
 
 def _size(file: Path) -> int:
-    """The size in bytes of a file of a capture.  Raises BadInputError if it cannot be read."""
+    """The size in bytes of a file of a capture.  Raises BadInputError if there is no such file."""
     try:
         return file.stat().st_size
     except OSError as error:
@@ -673,8 +692,11 @@ class Loaded:
         for prompt in self.prompt_runs():
             capture_layers(prompt, on_layer)
 
-    def stored_in(self, folder: Path, *, overwrite: bool = False) -> store.CaptureWriter:
-        """A writer that stores captures of this model in `folder`."""
+    def stored_in(self, folder: Path, *, overwrite: bool) -> store.CaptureWriter:
+        """A writer that stores captures of this model in `folder`.
+
+        overwrite: replace a complete capture there.
+        """
         return store.CaptureWriter(
             folder,
             checkpoint=self.target.ref,
@@ -748,14 +770,17 @@ def sources(target: Target | Stored, implementations: Iterable[Implementation]) 
 
 
 def refuse_large_download(target: Target) -> None:
-    """Raise BadInputError for a download above `MOST_DOWNLOAD_BYTES`, unless --yes is given."""
+    """Raise BadInputError for a download above `MOST_DOWNLOAD_BYTES`, unless --yes is given.
+
+    The hint names --layers, unless all layers are needed whatever that says.
+    """
     files = target.located.files(target.deepest_layer, head=target.head)
     size = sum(file.size_bytes for file in files if not file.cached)
     if size > MOST_DOWNLOAD_BYTES and not target.request.yes:
+        part = "" if target.deepest_layer is None else "--layers first:2 for a part of it, "
         raise BadInputError(
             f"{target.ref.repo_id} is a download of {size_words(size)}.",
-            "Give --yes to start it, --layers first:2 for a part of it, or --dry-run to see "
-            "the files.",
+            f"Give --yes to start it, {part}or --dry-run to see the files.",
         )
 
 

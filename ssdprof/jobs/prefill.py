@@ -1,8 +1,8 @@
 """Times a whole model's prefill, up to the first token, with each implementation of its operators.
 
 locate -> fetch -> build prompts -> load with the head.  Then, for each prompt, with the model's own
-convolution and norm and perhaps with the bundled ones: time the operators alone -> profile one
-prefill of each implementation -> time the prefills of all implementations in turns.
+convolution and norm and perhaps with the bundled ones: time the operator of one layer alone ->
+profile one prefill of each implementation -> time the prefills of all implementations in turns.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def time_prefills(request: PrefillOptions, target: Target, watcher: Watcher) -> 
     all with the bundled ones if they are requested.
 
     Returns the report's folder and the report.  Raises MissingCapabilityError without a GPU, and if
-    memory runs out outside of the case of an implementation.
+    memory runs out outside of the case of an implementation; BadInputError if the model bypasses
+    its operator.
     """
     device = require_gpu(*NEEDS_GPU)
     operator_names = dict.fromkeys(layer.operator for layer in target.layers)
@@ -134,7 +135,8 @@ def _prompt_runs(
     request: PrefillOptions, loaded: Loaded, resolved: Resolved, device: torch.device
 ) -> list[_PromptRun]:
     """Every prompt, in the order in which they are timed, with its cases: first all prompts with
-    the model's own convolution and norm, then all with the bundled ones if they are requested.
+    the model's own convolution and norm, then all with the bundled ones if they are requested, each
+    time the shortest first.
     """
     target = loaded.target
     mixers = find_mixers(loaded.whole)
@@ -145,7 +147,7 @@ def _prompt_runs(
     isolated = IsolatedFirstCall(request.first_call_s)
     prompts = sorted(
         zip(loaded.ids, loaded.prompts, loaded.segment_lengths, strict=True),
-        key=lambda ids_prompt_segment: ids_prompt_segment[1].seqlen,
+        key=lambda ids_prompt_length: ids_prompt_length[1].seqlen,
     )
     prompt_runs: list[_PromptRun] = []
     for bundled, (ids, prompt, segment_length) in product(conv_and_norms, prompts):
@@ -173,8 +175,9 @@ def _cases(
 ) -> Iterator[Case]:
     """The cases of a prompt, the baseline's first, before they have run.
 
-    An implementation with precisions of its own runs at the first of them.  With bundled
-    convolution and norm, libraries have no case, unless one is the baseline.
+    An implementation with precisions of its own runs at the first of them, the others at the
+    requested one.  With bundled convolution and norm, libraries have no case, unless one is the
+    baseline.
     """
     config = prompt_run.model.config.get_text_config()
     dtype = dtype_name(prompt_run.model.get_input_embeddings().weight.dtype)
@@ -216,8 +219,8 @@ def _cases(
 
 @dataclass(kw_only=True)
 class _PromptRun:
-    """Runs the whole model on one prompt with each implementation: times the operators alone,
-    profiles one prefill, then times prefills.
+    """Runs the whole model on one prompt: times one layer's operator alone, profiles a prefill with
+    each implementation, then times prefills with all of them.
 
     resolve: gives an implementation of an operator by its name.
     model: a causal language model in eval mode.
@@ -226,13 +229,13 @@ class _PromptRun:
     mixers: all modules of the model that call an operator.
     layer: the layer whose operator is timed alone.
     bundled: the convolution and norm that replace the model's own; None: the model's own run.
-    comparer: times the operators alone.
+    comparer: times the layer's operator alone.
     timer: times whole prefills.
     profile: runs a function under torch's profiler, and returns the trace.
     cases: the cases by implementation, the baseline's first.
     seen: the implementations that the budget has reached.
     logits: the baseline's logits of the first token, (b, vocabulary), fp32, on the CPU; None until
-        its prefill has run.
+        its prefill has run, and if that failed or gave some that are not finite.
     """
 
     request: PrefillOptions
@@ -268,7 +271,8 @@ class _PromptRun:
 
     def is_done(self, earlier: Mapping[str, Case]) -> bool:
         """Whether an interrupted command, which goes on now, is done with all cases: each one was
-        timed, did not pass, or has a reason why it was not timed.
+        timed, did not pass, or has a reason why it was not timed.  A case that the budget left out
+        is not done.
 
         earlier: the cases that it has written, by name.
         """
@@ -283,8 +287,8 @@ class _PromptRun:
     def leave_out_unseen(self, writer: Writer, has_budget: bool) -> None:
         """Note in the report the cases that the budget did not reach.
 
-        has_budget: whether the budget was not spent before this prompt.  If it was, the whole
-            prompt is left out.
+        has_budget: whether some of the budget was left when it was this prompt's turn.  If none
+            was, the whole prompt is left out.
         """
         unseen = tuple(name for name in self.cases if name not in self.seen)
         if unseen:
@@ -300,7 +304,8 @@ class _PromptRun:
         clock: its budget is not spent yet.  Once it is, the step that runs is finished, no further
         implementation is profiled, and the cases that were profiled say why they are not timed.
 
-        Raises BadInputError if the model bypasses its operator.
+        Raises BadInputError if the model bypasses its operator, and MissingCapabilityError if an
+        implementation makes the GPU unusable.
         """
         with clock.step(f"{self.what}, one layer's operator alone"):
             self._compare_operators()
@@ -383,27 +388,29 @@ class _PromptRun:
         self._change(name, task=self.cases[name].task.changed(**fields))
 
     def _compare_operators(self) -> None:
-        """Time the operators alone, on the model's own tensors, when the model calls its operator
-        in `layer` for the first time.
+        """Time the operator of `layer` alone with each implementation, on the model's own tensors,
+        when the model calls it for the first time.
 
         This also compiles the kernels and tunes libraries.  Outputs are not compared with the
         oracle: `ssdprof run` does that.
         """
-        compared: list[str] = []  # the name of the mixer, once its operator is timed
+        is_compared = False
 
         def compute(call: OperatorCall) -> Result:
-            if call.mixer.layer_index == self.layer.index and not compared:
-                compared.append(call.mixer.name)
+            nonlocal is_compared
+            if call.mixer.layer_index == self.layer.index and not is_compared:
+                is_compared = True
                 self._compare_on(call)
             return call.replacement()
 
-        # Errors of the model itself are dropped here: its next prefill raises them again.
+        # Errors of the model itself are dropped here: its next prefill raises them again, and they
+        # become the fault of the implementation that runs in it.
         with self._noting_errors(), self.running(compute):
             self.first_token_logits()
 
     def _compare_on(self, call: OperatorCall) -> None:
-        """Time all implementations on this call.  Faults become the status of their cases; a reason
-        why one was not timed alone is dropped, because its prefill may still be timed.
+        """Time all implementations on this call.  Faults become those of their cases; a reason why
+        one that passed was not timed alone is dropped, because its prefill may still be timed.
         """
         entries: list[Entry] = []
         for name, case in self.cases.items():
@@ -430,8 +437,9 @@ class _PromptRun:
                 self._change_task(name, alone_us=case.device_us.value)
 
     def _whole_prefill(self, name: str) -> None:
-        """Run one prefill under the profiler.  Add its memory, the times of the model's parts, and
-        the comparison of its logits with the baseline's to the case; or the error, if there is one.
+        """Run one prefill under the profiler, after one without it if there are several segments.
+        Add its memory, the times of the model's parts, and the comparison of its logits with the
+        baseline's to the case; or the error, if there is one.
         """
         device = self.timer.device
         latest = list[torch.Tensor]()  # the logits of the latest run
@@ -456,8 +464,8 @@ class _PromptRun:
             self._compare_logits(name, latest[0].float().cpu())
 
     def _compare_logits(self, name: str, logits: torch.Tensor) -> None:
-        """Note in the case that the logits are not finite.  If they are, add their difference from
-        the baseline's logits, if the baseline has some.
+        """Add to the case the difference of finite logits from those of the baseline, if that has
+        some.  Logits that are not finite make the case fail.
 
         logits: (b, vocabulary), fp32, on the CPU.
         """
@@ -531,8 +539,7 @@ class _PromptRun:
             task = self.cases[name].task
             if isinstance(task, Prefill):
                 busy_s += 1e-6 * sum(task.part_us.values())
-        request = self.request
-        plan = sampling_plan(busy_s, request.seconds, request.smallest_difference)
+        plan = sampling_plan(busy_s, self.request.seconds, self.request.smallest_difference)
         if not plan.warmup_rounds or clock.left() == 0:
             return busy_s
         began = clock.now()
@@ -543,6 +550,8 @@ class _PromptRun:
 
 def sampling_plan(round_s: float, seconds: float, smallest_difference: float) -> SamplingPlan:
     """How to sample rounds that take about `round_s` seconds in about `seconds` seconds.
+
+    smallest_difference: see `SamplingPlan`.
 
     If the time allows, five or more recordings are made, each in new memory and with a warm-up.
     Else three or more are made (three are the fewest that give an interval), each with one round,

@@ -1,7 +1,8 @@
 """Parses the text of options into values, without knowledge of models and machines."""
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TypeVar
@@ -28,7 +29,8 @@ STEPS = ("unfused_step", "recurrent")
 STATE_DTYPES: tuple[DType, ...] = ("fp32", "fp16", "bf16")
 INPUT_DTYPE_NAMES: tuple[InputDType, ...] = ("bf16", "fp16", "fp32")
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
-CHUNK_SIZES = (16, 32, 64, 128, 256)  # every implementation with a chunk size supports these
+# every implementation that takes its chunk size from the inputs supports these
+CHUNK_SIZES = (16, 32, 64, 128, 256)
 
 
 def both(
@@ -36,6 +38,7 @@ def both(
 ) -> BadInputError:
     """The error for two options that cannot be given together.
 
+    first, second: the options as they are typed, perhaps with their values.
     reason: why, as the end of a sentence; empty if that is plain.
     """
     because = f": {reason}" if reason else ""
@@ -78,27 +81,31 @@ def parse_packed(word: str) -> Tokens:
 
 
 def parse_states(states: str) -> tuple[DType, ...]:
-    """ "fp32,bf16" -> ("fp32", "bf16"); "all" -> all dtypes.  Raises BadInputError."""
+    """ "fp32,bf16" -> ("fp32", "bf16"), without duplicates; "all" -> all dtypes.  Raises
+    BadInputError for other words, and for "all" beside others.
+    """
     if states == "all":
         return STATE_DTYPES
     return _known("--states", states, STATE_DTYPES, ", separated by commas, or all")
 
 
 def parse_state_formats(words: str) -> tuple[StateFormat, ...]:
-    """ "fp32,int8" -> the formats of these names, without duplicates.  Raises BadInputError."""
+    """ "fp32,int8" -> the formats that these words name, each word once.  Raises BadInputError.
+
+    Imports the module of a format that is the user's MODULE:FUNCTION.
+    """
     return tuple(map(parse_state_format, dict.fromkeys(_split(words))))
 
 
-def parse_implementations(option: str, words: str) -> tuple[str, ...]:
+def parse_implementations(words: str) -> tuple[str, ...]:
     """ "fused,unfused" -> names without duplicates.  Raises BadInputError for an empty name.
 
-    option: the option's name, for messages.  Whether the implementations exist depends on the
-    operator, and is not checked here.
+    Whether the implementations exist depends on the operator, and is not checked here.
     """
     names = tuple(dict.fromkeys(_split(words)))
     if "" in names:
         raise BadInputError(
-            f"{option} has an empty name: {words!r}.", f"Give one or more of {', '.join(COMPARED)}."
+            f"--impl has an empty name: {words!r}.", f"Give one or more of {', '.join(COMPARED)}."
         )
     return names
 
@@ -107,7 +114,7 @@ def parse_implementations(option: str, words: str) -> tuple[str, ...]:
 
 
 def parse_tokens(
-    seqs: str, batches: str, extra: str, packed: str, *, max_tokens: int
+    seqs: str, batches: str, extra: str, packed: str, *, max_tokens: float = math.inf
 ) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
     """The layouts of tokens to measure, and those that are left out because they have more than
     `max_tokens` tokens.
@@ -124,9 +131,11 @@ def parse_tokens(
         for batch, seqlen in product(_batches(batches), lengths(seqs))
     ]
     fitting = [pair for pair in pairs if pair.sequences * pair.seqlen <= max_tokens]
-    wanted = dict.fromkeys(fitting)
-    wanted |= dict.fromkeys(map(_pair, _words(extra)))
-    wanted |= dict.fromkeys(map(parse_packed, _words(packed)))
+    wanted = dict.fromkeys(
+        [*fitting, *map(_pair, _words(extra)), *map(parse_packed, _words(packed))]
+    )
+    if not wanted and not pairs:
+        raise BadInputError("There are no lengths, or no batches.", "Give --seq and --batch.")
     if not wanted:
         raise BadInputError(
             f"No pair of --batch and --seq has {max_tokens:,} tokens or less.",
@@ -141,9 +150,9 @@ def parse_kept(
     """Layouts of tokens for calls that also return states inside of the sequences.
 
     verify: numbers of drafted tokens, "4,8", whose states are returned after each token; "": none.
-    every: distances, "64,1k", if `verify` is empty: the states of `tokens` are returned after every
-        so many tokens.
-    batches: see `parse_tokens`.
+    every: distances, "64,1k": each of `tokens` is taken once for each distance, and its states are
+        returned after every so many tokens; "": none.
+    batches: of the drafted tokens: see `parse_tokens`.  tokens: of no effect with `verify`.
 
     Raises BadInputError for other texts, for too many drafted tokens, and if both are given.
     """
@@ -170,14 +179,14 @@ def with_pool(slots: int, tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
     needed = max(laid_out.sequences for laid_out in tokens)
     if slots < needed:
         raise BadInputError(
-            f"A pool of {slots:,} slots has none for each of {needed:,} sequences.",
+            f"A pool of {slots:,} slots has too few for {needed:,} sequences.",
             f"Give --pool {needed} or more.",
         )
     return tuple(replace(laid_out, pool=slots) for laid_out in tokens)
 
 
 def lengths(words: str) -> tuple[int, ...]:
-    """ "1k,4k" -> (1024, 4096); "1k,...,8k" doubles: (1024, 2048, 4096, 8192).
+    """ "1k,4k" -> (1024, 4096); "1k,...,6k" doubles up to the last: (1024, 2048, 4096, 6144).
 
     Without duplicates; none in an empty text.  Raises BadInputError.
     """
@@ -218,12 +227,14 @@ def expand(
 
 
 def parse_dtypes(words: str) -> tuple[InputDType, ...]:
-    """ "bf16,fp16" -> ("bf16", "fp16").  Raises BadInputError."""
+    """ "bf16,fp16" -> ("bf16", "fp16"), without duplicates.  Raises BadInputError."""
     return _known("--dtype", words, INPUT_DTYPE_NAMES)
 
 
 def parse_chunk_sizes(words: str) -> tuple[int, ...]:
-    """ "64,128" -> (64, 128); "best" -> (), which means the operator's.  Raises BadInputError."""
+    """ "64,128" -> (64, 128), without duplicates; "best" -> (), which stands for the operator's
+    usual ones.  Raises BadInputError.
+    """
     return () if words == "best" else _known("--chunk-size", words, CHUNK_SIZES)
 
 
@@ -244,14 +255,15 @@ def _known(option: str, words: str, known: Sequence[K], more: str = "") -> tuple
     return tuple(dict.fromkeys(by_word[word] for word in listed))
 
 
-def _batches(words: str) -> Iterable[int]:
-    """ "1,8" -> 1, 8; none in an empty text.  Raises BadInputError."""
-    for word in _words(words):
+def _batches(words: str) -> tuple[int, ...]:
+    """ "1,8" -> (1, 8), without duplicates; none in an empty text.  Raises BadInputError."""
+    batches = _words(words)
+    for word in batches:
         if not re.fullmatch(r"[1-9]\d{0,5}", word):
             raise BadInputError(
                 f"{word!r} is not a batch.", "Give numbers of sequences, such as 1,8,32."
             )
-        yield int(word)
+    return tuple(dict.fromkeys(map(int, batches)))
 
 
 def _pair(word: str) -> Tokens:
@@ -274,26 +286,26 @@ def _split(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
 
 
-def parse_shapes(known: InputGenerator, words: str | None) -> tuple[Shape, ...]:
-    """ "mamba2-2.7b,80x64x128x1" -> shapes without duplicates.  Raises BadInputError for other
-    words, and for an empty text.
+def parse_shapes(generator: InputGenerator, words: str | None) -> tuple[Shape, ...]:
+    """ "mamba2-2.7b,80x64x128x1" -> the shape of each word, each word once.  Raises BadInputError
+    for other words, for sizes that are impossible or too large, and for an empty text.
 
-    known: the operator's generator, which has the shapes of models.  words: "all" means all models,
-    and None the first one.
+    generator: the operator's, which has the shapes of models.  words: "all" means all models, and
+    None the first one.
     """
     if words is None:
-        words = next(iter(known.shapes))
-    names = list(known.shapes) if words == "all" else _split(words)
-    return tuple(dict.fromkeys(_shape(known, name) for name in names))
+        words = next(iter(generator.shapes))
+    names = list(generator.shapes) if words == "all" else _split(words)
+    return tuple(dict.fromkeys(_shape(generator, name) for name in names))
 
 
-def _shape(known: InputGenerator, name: str) -> Shape:
+def _shape(generator: InputGenerator, name: str) -> Shape:
     """The shape of a model, or of the sizes in `name`.  Raises BadInputError."""
-    shape = known.shapes.get(name) or known.parse(name)
+    shape = generator.shapes.get(name) or generator.parse(name)
     if shape is None:
         raise BadInputError(
             f"{name!r} is not a known shape.",
-            f"Known are {', '.join(known.shapes)} and all; or give {known.grammar}.",
+            f"Known are {', '.join(generator.shapes)} and all; or give {generator.grammar}.",
         )
     return shape
 

@@ -1,7 +1,7 @@
 """Runs a program, with `ssdprof.record` in each of its Python processes.
 
-Imports no torch, so that the program starts at once.  Signals to this process are passed on to the
-program, except those that the terminal sends to both, such as Ctrl-C.
+Imports no torch, so that the program starts at once.  The signals `_PASSED_ON` to this process are
+passed on to the program, except if the terminal sends them to both, as with Ctrl-C.
 """
 
 import os
@@ -38,13 +38,14 @@ _POLL_S = 0.05  # how often to look whether the program has ended
 def record(options: RecordOptions) -> tuple[RecordOptions, int, str]:
     """Run the program, whose processes store calls in the folder `CALLS` in `options.out`.
 
-    If they stored none, no folder stays that was not there before.
+    If they stored none, no folder stays that was not there before, unless the program wrote other
+    files into it.
 
     Returns the options; the program's exit code, or if a signal ended it, minus the signal's
     number; and why nothing was stored, in a sentence that is empty if calls were.
 
-    Raises BadInputError for a program that cannot be started, and MissingCapabilityError for a
-    folder that cannot be written.
+    Raises BadInputError for a program that cannot be started and for what `_prepared` refuses, and
+    MissingCapabilityError for a folder that cannot be written.
     """
     out = options.out.absolute()
     new_folders = [folder for folder in (out, *out.parents) if not folder.exists()]
@@ -52,7 +53,7 @@ def record(options: RecordOptions) -> tuple[RecordOptions, int, str]:
     calls = out / CALLS
     nothing_stored = ""
     try:
-        code = _ended(options.program, settings.environment)
+        code = _run_program(options.program, settings.environment)
     finally:
         if not any(calls.glob("*_*.safetensors")):
             nothing_stored = _why_nothing_stored(calls / PASSED, options.when)
@@ -64,7 +65,11 @@ def record(options: RecordOptions) -> tuple[RecordOptions, int, str]:
 
 
 def _why_nothing_stored(passed: Path, when: When) -> str:
-    """A sentence.  passed: the file `PASSED`, which the program may have removed."""
+    """Why no call was stored, in sentences.
+
+    passed: the file `PASSED`, which has a byte for each call that was seen and found right.  With
+        --when always it has none.  The program may have removed it.
+    """
     try:
         count = passed.stat().st_size
     except OSError:
@@ -96,17 +101,18 @@ def _prepared(options: RecordOptions) -> RecordSettings:
             f"{options.out} holds a capture already.", "Name another folder, or give --force."
         )
     folder = options.out.absolute() / CALLS
-    if (folder / PASSED).exists() and not options.force:
+    passed = folder / PASSED
+    if passed.exists() and not options.force:
         raise BadInputError(
             f"{options.out} holds an unfinished recording.", "Name another folder, or give --force."
         )
     check_writable(options.out)
     try:
         os.makedirs(options.out, mode=0o700, exist_ok=True)
-        if (folder / PASSED).exists():  # no folder of another program is removed
+        if passed.exists():  # no folder of another program is removed
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
-        (folder / PASSED).touch(mode=0o600)
+        passed.touch(mode=0o600)
     except OSError as error:
         raise unwritable(folder, error) from error
     return RecordSettings(
@@ -121,16 +127,17 @@ def _prepared(options: RecordOptions) -> RecordSettings:
     )
 
 
-def _ended(program: list[str], environment: dict[str, str]) -> int:
-    """Run the program to its end, and pass signals on to it.  Returns its exit code.
+def _run_program(program: list[str], environment: dict[str, str]) -> int:
+    """Run the program to its end, and pass signals on to it.  Returns its exit code, or minus the
+    number of the signal that ended it.
 
-    Signals are blocked before the program starts, so that none is lost: each stays pending until it
-    is passed on.  The program itself starts with the signal mask that this process had.
+    The signals are blocked before the program starts, so that none is lost: each stays pending
+    until it is passed on.  The program itself starts with the signal mask that this process had.
     """
     original_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     unblock = partial(signal.pthread_sigmask, signal.SIG_SETMASK, original_mask)
     try:
-        process = _started(program, environment, unblock)
+        process = _start_program(program, environment, unblock)
         while process.poll() is None:
             received = signal.sigtimedwait(_PASSED_ON, _POLL_S)
             if received and received.si_code != _SENT_BY_KERNEL:
@@ -140,10 +147,11 @@ def _ended(program: list[str], environment: dict[str, str]) -> int:
     return process.returncode
 
 
-def _started(
+def _start_program(
     program: list[str], environment: dict[str, str], unblock: Callable[[], object]
 ) -> subprocess.Popen[bytes]:
-    """Start the program; its process calls `unblock` before it executes the program.
+    """Start the program, and return its process, which calls `unblock` before it executes the
+    program.
 
     Raises BadInputError if it cannot be started.
     """

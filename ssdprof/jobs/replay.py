@@ -52,8 +52,8 @@ from ssdprof.store.reports import Writer
 # an implementation, its precision, and the precision of the baseline that it is compared with
 Planned = tuple[Implementation, Precision, Precision]
 Precisions = Callable[[DType], tuple[Precision, ...]]  # the argument is the dtype of the inputs
-# (operator, dtype of the inputs, call) -> the cases of the call, baselines first.  The call is None
-# if the whole prompt is one call.
+# (operator, dtype of the inputs, call) -> the cases of the call, a baseline before those that are
+# compared with it.  The call is None if the whole prompt is one call.
 Planner = Callable[[Operator, DType, CallRef | None], Sequence[Planned]]
 
 
@@ -67,11 +67,12 @@ class Resolved:
     resolve: gives an implementation of an operator by its name.
     names, baseline_name: the names of the implementations as they were typed.
     precisions: gives the requested precisions, for implementations that declare none of their own.
-    requested: the named implementations, those of the first operator first, in the order of their
-        names.
+    requested: the implementations of `names` for each operator, one operator after another.
     baselines: the baseline of each operator.
     decode: whether there are decode steps; then users' kernels and libraries that work in place run
         on these only.
+
+    `requested` may have unavailable implementations.
     """
 
     resolve: Resolve
@@ -99,7 +100,9 @@ class Resolved:
 
     @property
     def present(self) -> tuple[str, ...]:
-        """Names of the available implementations; the baseline only if it was named among them."""
+        """Names of the implementations that are available for an operator; the baseline only if it
+        was named among them.
+        """
         return tuple(dict.fromkeys(known.name for known in self.requested if not known.absent))
 
     def plan(self, operator: Operator, dtype: DType, call: CallRef | None) -> list[Planned]:
@@ -107,8 +110,9 @@ class Resolved:
 
         dtype: dtype of the inputs.  call: None if the whole prompt is one call.
 
-        Decode steps are computed by `STEPS`, and by users' kernels and libraries that work in
-        place, exactly and with fp32 states, whatever the precisions of the prompt.
+        Decode steps are computed by `STEPS`, exactly and with fp32 states, and by users' kernels
+        and libraries that work in place, which may declare other precisions.  The requested
+        precisions are those of the prompt.
         """
         names = self.names
         baseline = self.baseline_name
@@ -130,7 +134,7 @@ class Resolved:
 
 
 def _works_in_place(kernel: Implementation) -> bool:
-    """Whether it is a user's kernel or a library that writes new states over the old ones."""
+    """Whether it is a user's kernel or a library that can write new states over the old ones."""
     return kernel.kind != "bundled" and bool(kernel.in_place)
 
 
@@ -143,10 +147,10 @@ def planned(
     """Every case of a call, as it is planned.
 
     The cases are grouped by the precision of the baseline.  Each group begins with the baseline
-    itself, whether or not it is in `compared`.  With `unfused` as the baseline of `fused` at
-    "relaxed" and "exact", all with fp32 states, the cases are
+    itself, whether or not it is in `compared`.  With `compared` = (fused,), the baseline `unfused`,
+    and `wanted` = exact and relaxed, both with fp32 states, the cases are
 
-        (unfused, exact, exact), (fused, relaxed, exact), (fused, exact, exact)
+        (unfused, exact, exact), (fused, exact, exact), (fused, relaxed, exact)
 
     wanted: the precisions of implementations that declare none of their own.
     dtype: dtype of the inputs.
@@ -155,9 +159,9 @@ def planned(
     groups: dict[Precision, dict[tuple[str, Precision], Implementation]] = {}
 
     def group_of(precision: Precision) -> dict[tuple[str, Precision], Implementation]:
-        """The group of the baseline with which an implementation at `precision` is compared: with
-        exact intermediates and the same states.  If the baseline does not run at that precision, it
-        is compared at the first one at which it does.
+        """The group of implementations at `precision`, which are compared with the baseline with
+        exact intermediates and the same states; with the baseline at its first precision if it
+        declares precisions and that is none of them.
         """
         exact = replace(precision, intermediates="exact")
         available = own_precisions(baseline, dtype, (exact,)) or (exact,)
@@ -186,8 +190,8 @@ def resolve_implementations(
     operator_names: the operators of the layers.  decode: see `Resolved`.
 
     Raises BadInputError for an unknown name and for a user's kernel that cannot be imported.
-    Raises MissingCapabilityError if the baseline is unavailable, or if all implementations that
-    would be compared with it are.
+    Raises MissingCapabilityError if the baseline is unavailable for one of the operators, or if all
+    implementations that would be compared with it are, for all of them.
     """
     resolve = resolver(limits.device())
     requested: list[Implementation] = []
@@ -436,7 +440,7 @@ class Replay:
         self._writer.peaked(peak_bytes(self._device))
 
     def _trace(self, entries: Sequence[Entry], file: Path) -> None:
-        """Write a trace of one call of each entry that ran."""
+        """Write a trace of one call of each entry that gave an output."""
         calls = {
             entry.call.label: partial(self._run_once, entry) for entry in entries if entry.bits
         }

@@ -122,8 +122,8 @@ def refuse_sharding(ref: CheckpointRef, sizes_of_layers: Sizes, ranks: int) -> N
 def run(
     options: RunOptions, target: Target | Stored, ranks: Ranks | None, watcher: Watcher
 ) -> tuple[Path, Report]:
-    """Capture a model's layers on each prompt, or open stored captures, and compare implementations
-    on them.  Returns the run's folder and its report.
+    """Capture a model's layers on each prompt, or open stored captures; compare implementations on
+    them, and the model's answers if requested.  Returns the run's folder and its report.
     ranks: processes that share the layers.  The first one returns the report of all.
     """
     options = _for_this_machine(options, watcher)
@@ -190,9 +190,12 @@ def _replay_stored(source: Stored, replay: Replay) -> None:
 
 
 def _for_this_machine(options: RunOptions, watcher: Watcher) -> RunOptions:
-    """The options; without a GPU, where nothing is timed, without gates on speed.
+    """The options; without a GPU, where nothing is timed, without gates on speed that the settings
+    file has.
 
     The watcher shows why a GPU of this machine cannot be used, and which gates are left out.
+
+    Raises MissingCapabilityError without a GPU if the command line has a gate on speed.
     """
     if reason := unusable_gpu():
         watcher.say(f"This run uses the CPU.  {reason}")
@@ -214,7 +217,7 @@ def _requested(
     """The cases that the run is to measure: for every call of every layer, each implementation and
     precision, or each format of decoded states.
 
-    Cases of a server's recorded outputs are not among them: they exist if the server stored one.
+    Cases of a server's recorded outputs are not among them, because not every call has one.
     """
     for prompt in prompts:
         for layer in target.layers:
@@ -233,7 +236,8 @@ def _calls(
     target: Target | Stored, prompt: Prompt, layer: LayerRef, verify: int
 ) -> Iterator[tuple[int, int, CallRef | None]]:
     """The calls of a layer on a prompt, each as tokens of a row, number of rows, and the call; None
-    if the whole prompt is one call.  Packed sequences are one row.
+    in place of the call if it is on the whole prompt.  Packed sequences are one row, but sequences
+    of drafted tokens in a server's recording are a row each.
 
     verify: number of drafted tokens; 0: none.
     """
@@ -266,7 +270,8 @@ def _seqlen(prompt: Prompt, call: CallRef | None) -> int:
 
 
 def check_capture(out: Path | None, *, overwrite: bool) -> None:
-    """Raise the error of `capture` for a folder or a machine that it refuses.
+    """Raise the error of `capture` for a folder that it refuses, or a GPU for which Triton cannot
+    compile kernels.
 
     `--dry-run` calls it, too.  out, overwrite: see `capture`.
     """
@@ -279,8 +284,10 @@ def capture_recording(
 ) -> tuple[Path, CaptureManifest]:
     """Store the calls that a server recorded.  Returns the folder and manifest of the capture.
 
-    With --dry-run, everything is read and nothing is stored.  name: the name of the recording; by
-    default that of its folder.
+    With --dry-run, everything is read and nothing is stored, so that the manifest lists no calls.
+    name: the name of the recording; by default that of its folder.
+
+    Warns of inputs that no model has, and of states that do not fit those of the call before.
     """
     assert options.recorded
     captures.check_folder(options.out, overwrite=options.force)
@@ -298,13 +305,13 @@ def capture_recording(
     watcher.say(
         f"{plural(calls, 'call')} of {plural(len(layers), 'layer')}.  {recording.left_out}".rstrip()
     )
-    store = nullcontext() if options.dry_run else writer
+    storing = nullcontext() if options.dry_run else writer
     provenance = Provenance(rows_are_sequences=False)
     warnings: dict[str, None] = {}
-    with limits.memory_errors(), store as out, watcher.step("Reading calls", calls) as advance:
+    with limits.memory_errors(), storing as store, watcher.step("Reading calls", calls) as advance:
         for captured in recording.layers(options.layers):
-            if out is not None:
-                out.add(captured)
+            if store is not None:
+                store.add(captured)
             operator = operators.get(captured.layer.operator)
             for text in doubts(operator, captured.inputs):
                 warnings[f"Inputs that no model has: {text}"] = None
@@ -324,8 +331,8 @@ def capture(
 
     out: the folder; None: one in the cache.  overwrite: replace a complete capture in it.
 
-    If it is interrupted, the calls that are stored stay, and KeyboardInterrupt says where; but an
-    earlier complete capture in the folder stays in their place.
+    If it is interrupted by Ctrl-C, the calls that are stored stay, and KeyboardInterrupt says
+    where; but if the folder has an earlier complete capture, that stays in their place.
     """
     check_capture(out, overwrite=overwrite)
     if reason := unusable_gpu():

@@ -18,7 +18,8 @@ from ssdprof.store import reports
 
 
 def sample(options: BenchOptions | RunOptions, folder: Path, number: int) -> None:
-    """Time the cases of a report again, and add their samples to it.
+    """Time the cases of a report again, and add their samples to it.  Cases that have no samples
+    there are left out.
 
     options: the options of the command that wrote the report.  folder: the report's folder.
     number: the number of this process in the report.

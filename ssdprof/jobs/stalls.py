@@ -1,4 +1,5 @@
-"""`ssdprof stalls`: profiles one captured layer with ncu, and writes a report into a run's folder.
+"""`ssdprof stalls`: profiles one captured layer with ncu, and writes a report into a run's folder,
+or into a new one.
 
 locate or capture the layer -> launch each implementation once, without ncu -> profile each with ncu
 -> read ncu's reports -> analyse them
@@ -89,7 +90,6 @@ def _profile(
         torch.cuda.empty_cache()  # for the processes that ncu profiles
         created = datetime.now(UTC).isoformat(timespec="seconds")
         missing = ""  # the reason why there is no report of ncu
-        version = ""  # of ncu; empty if it cannot profile
         with (
             tempfile.TemporaryDirectory(prefix="ssdprof-") as cache,
             watcher.step("Profiling", 2 * len(request.implementations), unit="steps") as advance,
@@ -100,12 +100,12 @@ def _profile(
                 for launch in launched.values()
             ]
             try:
-                program, found_version = ncu.find()
+                program, version = ncu.find()
                 for (job, launch), report in zip(launched.items(), reports, strict=True):
                     ncu.profile(job, launch, program, report, timeout_s=request.timeout_s)
                     advance(1)
-                version = found_version
             except MissingCapabilityError as error:
+                version = ""
                 missing = f"{error.message} {error.hint}".rstrip()
         checkpoint = read_manifest(captures).checkpoint
         model = checkpoint.repo_id
@@ -226,7 +226,8 @@ def _choose_capture(folder: Path, request: StallsOptions) -> LayerCapture:
     """The capture of the requested layer and length; by default of the longest prompt, and of the
     middle one of its layers.
 
-    Raises BadInputError if the folder has none of a whole prompt that all implementations know.
+    Raises BadInputError if the folder has no such capture, of a whole prompt and of an operator
+    that all implementations have.
     """
     captures = read_manifest(folder).layers
     fitting = [
@@ -258,7 +259,7 @@ def _all_know(implementations: Sequence[str], operator: str) -> bool:
 
 
 def _refuse_changed(report: Report) -> None:
-    """Raises BadInputError for a run that replayed the inputs in another dtype, or with a share of
+    """Raises BadInputError for a run that replayed the inputs in another dtype, or only a share of
     the heads.
     """
     hint = "Name the model or its captures instead of the run."
@@ -277,7 +278,8 @@ def _refuse_changed(report: Report) -> None:
 
 
 def _of_run(report: Report, request: StallsOptions) -> StallsOptions:
-    """The request for a run, with its layer; by default the middle one of the run.
+    """The request for a run, with the index of a layer that the run captured; by default the middle
+    one.
 
     Raises BadInputError if the run has no such layer or no prompt of the requested length.
     """
@@ -308,20 +310,19 @@ def _captured_again(
             f"{prompt_file} has changed since the run.", "Run it again, or name the model."
         )
     longest = max(prompt.seqlen for prompt in report.prompts)
-    options = read_options(run_options)
     return replace(
-        options,
+        read_options(run_options),
         revision=report.model.revision,
         layers=str(request.layer),
         # packed sequences get the lengths that they had in the run
-        seqlens=None if options.packed else (request.seqlen or longest,),
+        seqlens=None if run_options.packed else (request.seqlen or longest,),
         chunk=None,
         decode=0,
     )
 
 
 def _of_model(request: StallsOptions, model: str) -> ModelOptions:
-    """The options that capture a layer of a model; by default its first one."""
+    """The options that capture a layer of a model; by default the first one with an operator."""
     return ServedModelOptions(
         model=model,
         seqlens=None if request.seqlen is None else (request.seqlen,),
@@ -334,7 +335,9 @@ def _folder_of_stalls(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     """Create a folder, and its parents, if they do not exist.
 
     At the end of the context, the created folders are removed if they are empty.
-    Raises BadInputError if the folder has stalls already, unless `overwrite` is set.
+
+    Raises BadInputError if the folder has stalls already, unless `overwrite` is set, and OSError if
+    it cannot be made.
     """
     if (folder / documents.STALLS_RECORD).exists() and not overwrite:
         raise BadInputError(

@@ -52,12 +52,14 @@ def decode(
     watcher: Watcher,
     prompt_hash: str = "",
 ) -> None:
-    """Write a case for each requested format, except those that an interrupted run or bench, which
-    goes on now, has written.
+    """Decode the inputs, and write a case for each requested format, except those that an
+    interrupted run or bench, which goes on now, has written.
 
     inputs, call: the inputs that are decoded, of sequences that are not packed, and the call that
         they come from.
     prompt_hash: hash of the prompt's tokens; empty: there is no prompt.
+
+    Raises MissingCapabilityError if a format's kernel makes the GPU unusable.
     """
     task = DecodedStates(
         kind="states",
@@ -129,16 +131,16 @@ def _decoded(
         state_errors.append(errors_of_heads(state, expected.final_states, 1))
     value_dim = inputs.values.shape[-1]
     key_dim = math.prod(inputs.states_shape[2:]) // value_dim
-    slot_bytes = state_format.state_bytes(key_dim, value_dim)  # of one head; None: not known
-    if slot_bytes is not None:
-        slot_bytes *= len(task.memories)  # there is a memory for each head
+    head_bytes = state_format.state_bytes(key_dim, value_dim)  # None: not known
+    # there is a memory for each head
+    slot_bytes = None if head_bytes is None else head_bytes * len(task.memories)
     measured = task.changed(out_errors=out_errors, state_errors=state_errors, slot_bytes=slot_bytes)
     return case.changed(task=measured)
 
 
 def _exact(operator: Operator, inputs: Inputs, marks: Sequence[int]) -> Iterator[Output]:
-    """For each mark, the fp64 output of the tokens from the mark before, and the fp64 states at the
-    mark.
+    """For each mark, the fp64 output of the tokens since the mark before (the start for the first
+    one), and the fp64 states at the mark.
     """
     tensors = operator.binding.positional(inputs)
     states = inputs.initial

@@ -23,8 +23,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _SHOWN = 3  # the number of kernels of a part whose times are listed one by one
 _LAYER_PATH = re.compile(r"(?:^|\.)layers\.\d+\.")
-# Computes a call of an operator in place of the model.  The result is `out`, and the final states,
-# or None in their place if the call does not want them.
+# Computes a call of an operator in place of the model.  The result is `out`, and the final states.
+# These may be None if the call does not want them.
 Compute = Callable[[OperatorCall], Result]
 
 
@@ -67,17 +67,12 @@ def decoded(state_format: StateFormat) -> Compute:
 
 
 def by_layer(
-    mixers: Sequence[Mixer],
-    compute: Compute,
-    *,
-    layers: Collection[int] | None = None,
-    elsewhere: Compute = OperatorCall.run_original,
+    mixers: Sequence[Mixer], compute: Compute, *, layers: Collection[int] | None, elsewhere: Compute
 ) -> Compute:
     """A handler for `intercept` that calls `compute` in `layers`, and `elsewhere` in the others.
 
     mixers: all mixers of the model, from `find_mixers`.
     layers: indices of decoder layers; None: all layers.
-    elsewhere: by default the model's own function.
     """
     chosen: dict[int, Compute] = {}
     for mixer in mixers:

@@ -51,12 +51,12 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "chunk": reading.parse_seq,
     "states": reading.parse_states,
     "decode_states": reading.parse_state_formats,
-    "implementations": partial(reading.parse_implementations, "--impl"),
+    "implementations": reading.parse_implementations,
     "smallest_difference": partial(parse_percent, "--smallest-difference"),
 }
 SEED = 0  # for the random lengths of packed sequences
-# Fields whose options have no effect together with --decode-states, and are refused.  --no-tuned is
-# not, because tuned kernels run while inputs are captured.
+# Fields of a run or a bench whose options have no effect together with --decode-states, and are
+# refused.  --no-tuned is not among them: a run captures inputs with tuned kernels.
 _NO_EFFECT_ON_DECODING = {
     "implementations",
     "baseline",
@@ -137,18 +137,18 @@ class Target:
     @property
     def call_count(self) -> int:
         """Expected number of captures: of all calls of all selected layers on all prompts."""
-        calls_of_a_layer = sum(
+        return len(self.layers) * sum(
             len(self.serving.calls(seqlen, self.batch)) for seqlen in self.seqlens
         )
-        return len(self.layers) * calls_of_a_layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """The stored captures that a request names.
 
-    request: the options that name them.  folder, manifest: where they are, and what they are.
-    chosen: the captures of the selected layers, of every prompt.
+    request: the options that name them.
+    folder, manifest: their folder, and the record of everything in it, which names a prompt.
+    chosen: the captures of the selected layers, of every prompt; at least one.
     """
 
     request: declared.ModelOptions
@@ -166,7 +166,7 @@ class Stored:
 
     @property
     def seqlens(self) -> tuple[int, ...]:
-        """The distinct lengths of the prompts in tokens."""
+        """The distinct lengths of the prompts in tokens; of packed sequences, of all together."""
         lengths = (
             capture.call.prompt_seqlen if capture.call else capture.seqlen
             for capture in self.chosen
@@ -179,7 +179,7 @@ class Stored:
 
     @property
     def serving(self) -> Serving:
-        """How a server runs each prompt; it is the same for all."""
+        """How a server runs each prompt; it is the same for all.  The default for a recording."""
         return self.manifest.prompts[0].serving
 
     @property
@@ -219,13 +219,13 @@ def captures_of(name: str) -> Path | None:
 def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = False) -> Target:
     """Locate the model and select its layers; downloads small files.
 
-    whole, head: see `Target`.
+    whole, head: see `Target`.  With --decode, both hold in any case.
     """
     located = open_model(request.model, revision=request.revision, tokenizer=request.tokenizer)
     kinds = located.config.get("layer_types")
     if isinstance(kinds, list) and {"mamba", "linear_attention"} & set(map(str, kinds)):
-        # The config says which layers have an operator, so that a wrong --layers is refused here.
-        # `located.layers` imports torch.
+        # The config says which layers have an operator, so that a wrong --layers is refused here,
+        # before `located.layers` imports torch.
         select_indices(
             request.layers, [i for i, kind in enumerate(kinds) if kind not in _WITHOUT_OPERATOR]
         )
@@ -235,7 +235,7 @@ def find(request: declared.ModelOptions, *, whole: bool = False, head: bool = Fa
     if lengths:
         seqlens: tuple[int, ...] = (sum(lengths),)
     else:
-        from ssdprof.jobs import limits  # imports torch, so after all other checks
+        from ssdprof.jobs import limits  # imports torch, so not at the top of the file
 
         seqlens = request.seqlens or limits.default_seqlens()
     _refuse_too_many(request.batch * max(seqlens))
@@ -274,8 +274,9 @@ def _refuse_too_many(tokens: int) -> None:
 def find_to_replay(request: declared.RunOptions) -> Target | Stored:
     """The target of `run`: a model, as `find` returns it, or stored captures.
 
-    Raises BadInputError for options that do not apply to stored captures, and for a model whose
-    layers are too large for the bundled implementations.
+    Raises BadInputError for options that do not apply to stored captures, for a damaged manifest,
+    for a capture without a layer, for an unfinished recording, and for a model whose layers are too
+    large for the bundled implementations.
     """
     folder = captures_of(request.model)
     if folder is None:
@@ -297,10 +298,9 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
         raise BadInputError(
             f"The manifest in {folder} is damaged: it names no prompt.", CAPTURE_HINT
         )
-    indices = select_indices(
-        request.layers, tuple(dict.fromkeys(stored.layer.index for stored in manifest.layers))
-    )
-    chosen = tuple(stored for stored in manifest.layers if stored.layer.index in indices)
+    stored_indices = dict.fromkeys(capture.layer.index for capture in manifest.layers)
+    indices = select_indices(request.layers, tuple(stored_indices))
+    chosen = tuple(capture for capture in manifest.layers if capture.layer.index in indices)
     if not chosen:
         raise BadInputError(
             f"{folder} holds no layer: its capture was interrupted.", "Capture again."
@@ -309,8 +309,8 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
 
 
 def _refuse_unfinished(calls: Path) -> None:
-    """BadInputError if `calls` is the folder of calls of an `ssdprof record` that has not ended, or
-    was killed.
+    """BadInputError if `calls` is the folder of calls of an `ssdprof record` that still runs, or
+    that was killed.
     """
     if (calls / PASSED).exists():
         count = len(list(calls.glob("*_*.safetensors")))
@@ -353,10 +353,10 @@ def refuse_large(ref: CheckpointRef, sizes_of_layers: Sizes) -> None:
 def read(options: Options) -> Options:
     """The options, with the text of each `words` field parsed, and with their conditions.
 
-    A value that is no text has been parsed before, and stays.
+    A value that is no text is a default or has been parsed before, and stays.
 
-    Raises BadInputError for text that cannot be parsed, and for options of a model that exclude
-    each other.
+    Raises BadInputError for text that cannot be parsed, a wrong gate or settings file, and options
+    of a model that exclude each other.
     """
     if isinstance(options, declared.ModelOptions):
         if options.prompt_file is not None and options.prompt == "random":
@@ -376,8 +376,8 @@ def read(options: Options) -> Options:
 
 
 def _conditions(options: Any) -> tuple[Condition, ...]:
-    """The conditions on the command line, and then those of the settings file, if the command reads
-    one.
+    """The gates of the command line; then, if the command reads a settings file, the gates of the
+    file on other values.
     """
     gates = tuple(map(parse_gate, getattr(options, "gate", None) or ()))
     if not hasattr(options, "config"):
@@ -388,12 +388,12 @@ def _conditions(options: Any) -> tuple[Condition, ...]:
 
 
 def _check_decoded(options: declared.RunOptions | declared.BenchOptions) -> Any:
-    """The options of a run or a bench.  With --decode-states, only gates on decoded states stay of
-    those in the settings file.
+    """The options of a run or a bench, which `read` has parsed.  With --decode-states, gates of the
+    settings file on anything but kept steps are left out.
 
-    Raises BadInputError for options and for gates on the command line that have no effect with
-    --decode-states, such as one on a format that it does not name; without it, for --decode-step
-    and for gates on kept steps.
+    Raises BadInputError for options and for gates on the command line that have no effect: with
+    --decode-states, for those of `_NO_EFFECT_ON_DECODING`, and for gates on another metric or on a
+    format that it does not name; without it, for --decode-step and for gates on kept steps.
     """
     if not options.decode_states:
         needing = [f"--gate {text}" for text in options.gate or () if text.startswith(KEPT_STEPS)]
@@ -447,8 +447,10 @@ def _refuse_contradictions(options: declared.ServedModelOptions) -> None:
 def refuse_ranks(*what: str) -> None:
     """BadInputError if torchrun started several processes.
 
-    what: the options, or the command, that several processes cannot share; without any, nothing is
-    checked.
+    what: the options, or the command, that several processes cannot share; without any, there may
+    be several.
+
+    Raises what `rank_count` raises, too.
     """
     count = rank_count()
     if what and count > 1:
@@ -540,9 +542,14 @@ def capture(options: declared.CaptureOptions) -> tuple[declared.CaptureOptions, 
     request = read(options)
     if request.recorded is None:
         return request, find(request)
-    if given := _model_options(request) - {"model", "layers"}:
+    if changed := _model_options(request) - {"model", "layers"}:
+        refused = [
+            flag
+            for _, flag, parameter in declared.flags(type(request))
+            if parameter.name in changed
+        ]
         raise BadInputError(
-            f"A recording has its own model and prompts: {words(sorted(given))} cannot be given.",
+            f"A recording has its own model and prompts: {words(refused)} cannot be given.",
             "--layers is the only model option that applies to it.",
         )
     return request, None
@@ -622,7 +629,7 @@ def tokens_of_bench(
 ) -> tuple[tuple[Tokens, ...], tuple[Tokens, ...]]:
     """The layouts of tokens that are measured, and those that --max-tokens leaves out.
 
-    --verify, which takes the place of --seq, leaves out none.
+    With --verify, which takes the place of --seq, none is left out.
     """
     tokens: tuple[Tokens, ...] = ()
     too_large: tuple[Tokens, ...] = ()
@@ -648,8 +655,8 @@ def tune(options: declared.TuneOptions) -> tuple[declared.TuneOptions, tuple[Cel
     refuse_ranks("ssdprof tune")
     if options.clear:
         return options, ()
-    # any number of tokens: what does not fit in memory is left out later
-    tokens, _ = reading.parse_tokens(options.seq, options.batch, "", "", max_tokens=2**31)
+    # of any size: what does not fit in memory is left out later
+    tokens, _ = reading.parse_tokens(options.seq, options.batch, "", "")
     shapes = reading.parse_shapes(operators.get(options.operator).generated, options.shape)
     dtypes = reading.parse_dtypes(options.dtype)
     return options, reading.expand(shapes, dtypes, tokens, "contiguous")

@@ -99,8 +99,8 @@ def problems(
 ) -> Iterator[Problem]:
     """The problems of one layer's cells.
 
-    There is one for each cell, but only one for all cells whose kernel shares a tuned configuration
-    between lengths.
+    There is one for each cell, but only one for all cells of a kernel that shares a tuned
+    configuration between lengths.
     """
     waiting: dict[str, list[tuple[Cell, Inputs]]] = {}  # kernel -> cells that share a configuration
     for cell in cells:
@@ -110,8 +110,8 @@ def problems(
             waiting.setdefault(kernel, []).append((cell, inputs))
         else:
             yield _problem(operator, [(cell, inputs)], kernel, intermediates)
-        # Unless the cell waits, frees its memory before the next cell's inputs are generated.  The
-        # caller must also drop the problem.
+        # Unless the cell waits, this frees its memory before the next cell's inputs are generated.
+        # The caller must also drop the problem.
         del inputs
     for kernel, together in waiting.items():
         yield _problem(operator, together, kernel, intermediates)
@@ -123,12 +123,15 @@ def _problem(
     kernel: str,
     intermediates: Intermediates,
 ) -> Problem:
-    """The problem of cells that share a tuned configuration.  together: each with its inputs."""
+    """The problem of one cell, or of several that share a tuned configuration.
+
+    together: each cell with its inputs.  kernel: the kernel that runs all of them.
+    """
     tuning = operator.tunable
     together = sorted(together, key=lambda cell_and_inputs: cell_and_inputs[0].tokens.seqlen)
-    largest, longest = together[-1]  # the cell with the longest sequences, and its inputs
+    longest_cell, longest_inputs = together[-1]
     # as in a bench: exact intermediates with fp32 states, relaxed ones with the inputs' dtype
-    (precision,) = requested_precisions(largest.dtype, intermediates, None)
+    (precision,) = requested_precisions(longest_cell.dtype, intermediates, None)
     cases = []
     for cell, inputs in together:
         dims, work = operator.oracle.cost(inputs)
@@ -143,11 +146,11 @@ def _problem(
         cases.append(case)
     return Problem(
         operator=operator,
-        calls=tuning.calls(longest, intermediates, kernel),
+        calls=tuning.calls(longest_inputs, intermediates, kernel),
         inputs=tuple(inputs for _, inputs in together),
         cases=tuple(cases),
         precision=precision,
-        committed=tuning.committed(longest, precision, kernel),
+        committed=tuning.committed(longest_inputs, precision, kernel),
     )
 
 
@@ -173,8 +176,9 @@ def tune(
     """Search for a faster configuration for every cell.
 
     The report has a case for each candidate on each input, and a note for each search that found
-    nothing.  It names the searches that are left out, because they do not fit in the GPU's memory
-    or in the budget.  After the budget is spent, no search begins; the one that runs is finished.
+    nothing.  It names the searches that are left out because the budget is spent: after that, no
+    search begins; the one that runs is finished.  If one does not fit in the GPU's memory, the
+    report names its layer, whose further searches are left out, too.
 
     device: the GPU.
     on_search: called after each search with the report so far, the calls that were tuned, and the
@@ -230,8 +234,8 @@ def search(problem: Problem, timer: CudaTimer) -> tuple[tuple[Case, ...], TunedC
     """Search one axis after the other, each from the best configuration so far; then time the best
     against the committed one.
 
-    Returns the cases of all candidates, and the tuned configuration, or the reason in words why
-    there is none.
+    Returns the cases of the committed configuration and of all candidates, and the tuned
+    configuration, or the reason in words why there is none.
     """
     trials = _Trials(problem, timer)
     best = _screened(trials)
@@ -248,7 +252,7 @@ def search(problem: Problem, timer: CudaTimer) -> tuple[tuple[Case, ...], TunedC
 
 def _screened(trials: _Trials) -> Config | None:
     """The fastest configuration by a few rounds of samples, searched axis by axis; None if the
-    committed configuration cannot be timed.
+    committed configuration is wrong or cannot be timed.
     """
     problem = trials.problem
     committed = trials.committed
@@ -270,7 +274,7 @@ def _screened(trials: _Trials) -> Config | None:
             timed = trials.time([committed, best, *batch], FIRST_LOOK)
             if committed not in timed:
                 return None
-            # by the geometric mean over the inputs
+            # by the product of the times on all inputs, and so by their geometric mean
             fastest = min(timed, key=lambda config: math.prod(_us(timed[config])))
             if best not in timed:
                 best = fastest  # the best so far could not be timed again
@@ -284,15 +288,15 @@ def _screened(trials: _Trials) -> Config | None:
 def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
     """Time `best` against the committed configuration with many samples.
 
-    Returns the tuned configuration, or the reason why the committed one stays: `best` cannot be
-    timed again, is not faster by `MARGIN`, is slower at some length, or is wrong on inputs to which
-    it would apply.
+    Returns the tuned configuration, or the reason why the committed one stays: one of the two
+    cannot be timed again, or `best` is not faster by `MARGIN`, is slower at some length, or is
+    wrong on inputs to which it would apply.
     """
     problem = trials.problem
     tuning = problem.operator.tunable
     timed = trials.time([trials.committed, best], DECIDING)
     if len(timed) < 2:
-        return "the fastest could not be timed again"
+        return "the fastest could not be timed against it again"
     ratios = _ratios(timed[trials.committed], timed[best])
     ratio = statistics.mean(ratios)
     if ratio.low <= 1 + MARGIN:
@@ -304,7 +308,7 @@ def _decided(trials: _Trials, best: Config) -> TunedConfig | str:
     ]
     if slower:
         return f"the fastest was slower at {' and '.join(slower)} tokens"
-    # `time` has verified the short input only.
+    # `time` has verified `best` on the short input only
     for inputs in (*problem.inputs, *tuning.also_checked(best, problem.inputs[-1])):
         (verified,) = trials.verify([best], inputs)
         if verified.result != "passed":
@@ -326,7 +330,7 @@ class _Trials:
     committed: the committed configuration, without its reason, so that it equals a candidate with
         the same settings.
     cases: the cases by name.  A case of the committed configuration has the samples of every call
-        of `time`, a case of another one those of the latest call.
+        of `time`, unless it failed since; a case of another one those of the latest call.
     """
 
     def __init__(self, problem: Problem, timer: CudaTimer) -> None:
@@ -341,7 +345,8 @@ class _Trials:
         self._on_short: dict[Config, Case] = {}
 
     def passing(self, configs: Sequence[Config]) -> list[Config]:
-        """The configurations whose outputs are right on a short input.
+        """The configurations whose outputs are right on the short input, which is the beginning of
+        the longest one (`Tuning.short`).
 
         For each of the others, `cases` gets a case with the fault on each of the problem's inputs.
         """
@@ -404,7 +409,7 @@ class _Trials:
     def keep(self, case: Case) -> None:
         """Add the case to `cases`, in place of an earlier one of its name.
 
-        The committed configuration's new samples are added to its earlier ones.
+        New samples of the committed configuration are added to its earlier ones.
         """
         known = self.cases.get(case.name)
         if known and case.samples and case.implementation == COMMITTED:
@@ -414,7 +419,8 @@ class _Trials:
     def entry(self, config: Config, committed_case: Case, inputs: Inputs) -> Entry:
         """The entry of a configuration on these inputs.
 
-        committed_case: the committed configuration's case, from which the entry's case is made.
+        committed_case: the committed configuration's case, from which the entry's case is made.  It
+            says the sizes, also if the inputs are shorter.
         """
         problem = self.problem
         change = difference(config, self.committed)

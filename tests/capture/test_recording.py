@@ -289,7 +289,7 @@ def test_huge_foreign_and_empty_recordings_are_refused(dump: Path, monkeypatch):
     ):
         open_recording(dump, "flashinfer")
     answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--seq", "16")
-    assert "seqlens cannot be given" in answer.err
+    assert "prompts: --seq cannot be given" in answer.err
     in_graphs(False)
     monkeypatch.setattr(recording, "host_memory", lambda: 1 << 17)
     with pytest.raises(MissingCapabilityError, match=r"which main memory of .* cannot hold twice"):

@@ -39,7 +39,7 @@ def test_pairs_beyond_the_limit_are_left_out_and_asked_for_ones_are_not():
         "4 packed x 16-32",
     ]
     assert left_out == ()
-    _, left_out = parse_tokens("1k,4k", "1,8", "", "", max_tokens=8192)
+    _, left_out = parse_tokens("1k,4k", "1,8,8", "", "", max_tokens=8192)
     assert left_out == (Tokens(sequences=8, seqlen=4096),)
     with pytest.raises(BadInputError, match="16 tokens or less"):
         parse_tokens("1k", "1", "", "", max_tokens=16)

@@ -549,7 +549,7 @@ def started(*arguments, **options):
     return process
 
 subprocess.Popen = started
-print(record._ended(["sleep", "60"], dict(os.environ)) == -signal.SIGUSR1)
+print(record._run_program(["sleep", "60"], dict(os.environ)) == -signal.SIGUSR1)
 """
 
 
