@@ -27,8 +27,8 @@ STAGES = Stages.of("kda")
 
 
 def gate_bytes(item: int, sizes: Mapping[str, int]) -> int:
-    """`CallBinding.gate_bytes`: beta has `item` bytes, a number of the model, and each of g's
-    channels is in fp32.
+    """`CallBinding.gate_bytes`: a beta in the model's dtype, and a g in fp32 for each channel, also
+    for models whose g is in their own dtype.
     """
     return item + 4 * sizes["key_dim"]
 

@@ -42,8 +42,9 @@ def _step_or_gathered(
     implementation: Implementation, inputs: Inputs, precision: Precision
 ) -> kernels.Output:
     """Call an implementation on a pool: `recurrent` in place if the call writes a state after every
-    token, because the implementation does not keep them, or if the implementation takes the kernel
-    of `recurrent` for such short sequences; otherwise the implementation on gathered states.
+    token, because the implementation does not return these, or if the implementation itself would
+    take the kernel of `recurrent`, as for short sequences; otherwise the implementation on gathered
+    states.
     """
     every_state = inputs.write_indices is not None and inputs.write_indices.ndim == 2
     # the plan comes last, because it takes time, and servers make this call for each token
@@ -85,9 +86,9 @@ def in_pool(implementation: Implementation) -> Implementation:
     """The implementation with calls in place on a pool, behind an interface that takes states and
     returns new ones.  Without a `pool_run` it stays as it is.
 
-    The pool is a copy of the inputs' pool, or has copies of their states.  It is made once for
-    inputs and a precision: new states go to slots behind those that are read, so that further calls
-    find the same states.
+    The pool is in fp32.  It has copies of the slots of the inputs' pool, or of their states, which
+    are zeros if they have none.  It is made once for inputs and a precision: new states go to slots
+    behind those that are read, so that further calls find the same states.
     """
     run = pool_run(implementation)
     if run is None:
