@@ -26,7 +26,7 @@ Values: TypeAlias = "dict[str, Tensor]"
 UNWRITTEN = "ssdprof writes no definition of it"
 
 
-def unwritten(*_: object) -> NoReturn:
+def unwritten(*_: object, **__: object) -> NoReturn:
     """Stands for `write`, `finish` and `reference` of a kind that ssdprof only reads.  Raises
     ValueError.
     """

@@ -59,8 +59,8 @@ def gathered(
     implementation: Implementation, inputs: Inputs, precision: Precision
 ) -> kernels.Output:
     """Run an implementation that takes no pool on copies of the states that the call reads, and
-    write its new states to the slots of the call.  Returns out, and the pool.  The host reads no
-    index.
+    write its new states to the slots of the call, which a sequence without tokens leaves as they
+    are.  Returns out, and the pool.  The host reads no index.
 
     Raises UnsupportedError for what the implementation refuses, such as a call that writes a state
     after every token if it does not keep these.
@@ -107,10 +107,12 @@ def in_pool(implementation: Implementation) -> Implementation:
         turned = from_server and not states.is_contiguous()
         in_place, new_pool, _, new_slots = pools.own_pool(inputs, turned=turned, apart=True)
         pool = new_pool().mT if turned else new_pool()
-        if inputs.cu_seqlens is not None and inputs.initial is not None and not inputs.state_every:
+        if inputs.cu_seqlens is not None and not inputs.state_every:
             # a sequence without tokens writes no slot, and its final state is its initial one
             empty = inputs.cu_seqlens.diff() == 0
-            pool[new_slots][empty] = inputs.initial[empty].float()
+            initial = in_place.initial  # zeros if the inputs have none
+            assert initial is not None
+            pool[new_slots][empty] = initial[empty]
         return replace(in_place, **{inputs.STATES: pool}), new_slots
 
     def call(inputs: Inputs, precision: Precision) -> kernels.Output:
