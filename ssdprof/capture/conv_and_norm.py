@@ -79,10 +79,10 @@ class ConvAndNorm:
 
     def __init__(self, mixers: Sequence[Mixer]) -> None:
         self._namespaces = namespaces(mixers)
-        modules = list(chain.from_iterable(map(gated_norms, mixers)))
+        modules = chain.from_iterable(map(gated_norms, mixers))
         forms = [(module, norm_form(module)) for module in modules]
         self._norms = [(module, form) for module, form in forms if form is not None]
-        unknown_norms = len(modules) - len(self._norms)
+        unknown_norms = len(forms) - len(self._norms)
         parts = []
         if any(CONVOLUTION not in namespace for namespace in self._namespaces):
             parts.append("the convolution")

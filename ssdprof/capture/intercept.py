@@ -63,13 +63,11 @@ def intercept(
     """While the context is open, `handler` computes every operator call of `mixers` but those for
     one token with a cached state.  The value of the context counts the calls of both kinds.
 
-    on_step: gets each call for one token with a cached state before the model computes it, because
-        the model may overwrite the state.  None: these calls are only counted.
+    on_step: gets each call for one token with a cached state before the model computes it, which
+        may overwrite the state.  None: these calls are only counted.
 
-    The model is restored when the context closes, also after an exception.  The exceptions of
-    `handler` and `on_step` pass through the model's forward unchanged.  The forward also raises
-    BadInputError as `bind` does, for a second call of a mixer in one forward, and for a call
-    outside of `mixers`.
+    The model is restored when the context closes.  Its forward raises what `handler`, `on_step` and
+    `bind` raise, and BadInputError for a call outside of `mixers` or a mixer's second in a forward.
     """
     count: CallCount = Counter()
     started: list[Mixer] = []  # the mixer that runs and has not yet called its operator, or none

@@ -66,8 +66,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
             # torch has it for bf16 only
             return self._count(args[0].new_empty(args[0].shape[0], args[1].shape[-1]))
-        storages = {_storage(tensor) for tensor in _tensors((args, kwargs or {}))}
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        out = func(*args, **kwargs)
         for tensor in _tensors(out):
             if _storage(tensor) not in storages:
                 self._count(tensor)
@@ -205,10 +206,7 @@ class _Handler:
 
 def _outputs(call: OperatorCall) -> Result:
     """Tensors in the shapes and dtypes of the operator's output, on the meta device."""
-    device = call.inputs.device
-    forms = call.operator.oracle.forms(call.inputs)
-    out, final_state = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms)
-    return out, final_state
+    return call.operator.oracle.forms(call.inputs)
 
 
 def _attend(

@@ -121,17 +121,15 @@ def build_prompt(
     kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random"
         draws uniformly from the tokenizer's vocabulary without special tokens, with `seed`.
     batch: number of rows.  packed: lengths of sequences that are packed into one row, `seqlen` in
-        sum.  Each row and sequence is from another place of the text.
-    unread: a file of a tokenizer that ssdprof does not read; empty if there is none.
+        sum.  unread: a file of a tokenizer that ssdprof does not read; empty if there is none.
 
     Text is encoded as the tokenizer does by default, so that every row and packed sequence may
-    begin with a special token.  A single row is the first `seqlen` tokens.  Several follow each
-    other in the text, and overlap if it is too short.  A text is never repeated.
+    begin with a special token.  A single row is the first `seqlen` tokens.  Several rows or packed
+    sequences follow each other in the text, and overlap if it is too short.
 
-    Raises BadInputError if there is no usable tokenizer, if "random" has no ids to draw from, if
-    the file is missing, empty or not UTF-8, if there is a file with another kind than "file" or the
-    other way round, or if the text is too short; MissingCapabilityError if the file may not be
-    read.
+    Raises BadInputError if `kind` and `file` contradict each other, if there is no usable
+    tokenizer, or nothing to draw from, if the file is missing, empty or not UTF-8, or if the text
+    is too short; MissingCapabilityError if the file may not be read.
     """
     if (kind == "file") != (file is not None):
         raise BadInputError(

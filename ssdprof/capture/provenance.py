@@ -99,9 +99,11 @@ class Provenance:
             _, final_states = operators.get(inputs.operator).binding.replacement(inputs)
         for slot, place, sketch in zip(slots, places, _sketches(final_states), strict=True):
             earlier.append(_State(place, slot, sketch))
-        if len(faults) <= 1:
-            return "".join(faults)
+        if not faults:
+            return ""
         first, *others = faults
+        if not others:
+            return first
         return f"{first}  Wrong in this call, too: {plural(len(others), 'row')}."
 
     def _rows(self, captured: CapturedLayer) -> tuple[Sequence[int | None], list[str]]:

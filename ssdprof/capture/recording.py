@@ -523,7 +523,7 @@ def _safetensors(folder: Path) -> _Reading:
     for file, text in zip(files, texts, strict=True):
         description = of_folder
         if text:
-            description = _reading(file, partial(_description, text=text))
+            description = _reading(file, _description, text)
         operator, arguments = description["operator"], description["arguments"]
         sources[str(description["source"])] = None
         calls.append(
@@ -559,14 +559,14 @@ def _text_of_call(file: Path) -> str:
 
 def _description_of_folder(path: Path) -> dict[str, Any]:
     """The description in `recording.json`."""
-    return _description(path, text=regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
+    return _description(path, regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
 
 
-def _description(_path: Path, *, text: str) -> dict[str, Any]:
+def _description(_path: Path, text: str) -> dict[str, Any]:
     """Parse the description of a call: operator, source, scalar arguments, and optionally the
     layer, the number among its calls, and what went wrong.  Raises errors of any class.
 
-    _path: not used; `_reading` passes it.
+    _path: where the text is; not used, but `_reading` passes it.
     """
     description = parse_json(text)
     if description["operator"] not in operators.names():

@@ -33,11 +33,12 @@ def gate_bytes(item: int, sizes: Mapping[str, int]) -> int:
     return item + 4 * sizes["key_dim"]
 
 
+bind = partial(gdn.bind, kind="KDAInputs")  # a call for a prompt, or for a step
 BINDING: CallBinding[kernels.KDAInputs] = CallBinding(
     function="chunk_kimi_delta_attention",
     step="recurrent_kimi_delta_attention",
-    bind=partial(gdn.bind, kind="KDAInputs"),
-    bind_step=partial(gdn.bind, kind="KDAInputs"),
+    bind=bind,
+    bind_step=bind,
     refused=(*gdn.BINDING.refused, "safe_gate", "lower_bound"),
     always_a_pair=True,
     views=("q", "k", "v"),

@@ -334,16 +334,13 @@ class Operator(Generic[I]):
         """The inputs of the first of `ranks` tensor-parallel ranks, as views: the first heads with
         their groups.  A rank has at least one group.  `refusal` must have accepted the ranks.
         """
-
-        def first(tensor: Tensor | None, dim: int) -> Tensor | None:
-            if tensor is None:
-                return None
-            return tensor.narrow(dim, 0, max(1, tensor.shape[dim] // ranks))
-
-        return replace(
-            inputs,
-            **{name: first(getattr(inputs, name), dim) for name, dim in self.divided.items()},
-        )
+        tensors = inputs.tensors
+        parts = {
+            name: tensors[name].narrow(dim, 0, max(1, tensors[name].shape[dim] // ranks))
+            for name, dim in self.divided.items()
+            if name in tensors
+        }
+        return replace(inputs, **parts)
 
     def repeated(self, inputs: I, span: rounding.Span, count: int) -> tuple[I, rounding.Span]:
         """Inputs of the span alone in which all heads are repeated `count` times, side by side, and
