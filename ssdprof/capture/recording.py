@@ -200,7 +200,7 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     else:
         passes, incomplete = _counted_passes(calls)
         left_out_calls |= incomplete
-    counts = [f"{plural(count, 'call')} {words_on}" for words_on, count in left_out_calls.items()]
+    counts = [f"{plural(count, 'call')} {what}" for what, count in left_out_calls.items()]
     left_out = f"Left out: {words(counts)}." if counts else ""
     if not passes:
         raise BadInputError(

@@ -35,8 +35,8 @@ def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
         share = float(is_outside.float().mean())
         if share >= MANY:
             extent = "all" if share == 1 else "many"
-            places = "heads" if is_outside.ndim == 1 else "positions"
-            yield f"{fault} in {extent} {places}: {consequence}."
+            where = "heads" if is_outside.ndim == 1 else "positions"
+            yield f"{fault} in {extent} {where}: {consequence}."
 
 
 def _faults_of_delta_rule(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
@@ -70,7 +70,7 @@ def _faults_of_ssd(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
     yield (
         "A is not below 0",
         tensors["A"] >= 0,
-        "it is minus no exponential, and nothing is forgotten",
+        "it is not minus an exponential, and nothing is forgotten",
     )
     if not inputs.scalars["dt_softplus"]:
         dt = tensors["dt"].float()

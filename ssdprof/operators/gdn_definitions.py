@@ -110,7 +110,7 @@ def write_step(inputs: GDNInputs) -> Values:
     has one token.
     """
     if any(span.length != 1 for span in spans_of(inputs)):
-        raise ValueError("a sequence has not just one token")
+        raise ValueError("a sequence has no token, or several")
     values = write(inputs)
     for name in PER_TOKEN:
         values[name] = values[name][:, None]

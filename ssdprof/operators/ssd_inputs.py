@@ -132,7 +132,9 @@ def steps_as_they_are(inputs: SSDInputs) -> SSDInputs:
 
 
 STEPS_AS_THEY_ARE: Trait[SSDInputs] = Trait(
-    "no bias and no softplus of dt", steps_as_they_are, "dt is taken as it is, above its limit"
+    "no bias and no softplus of dt",
+    steps_as_they_are,
+    "dt is taken as it is, but is at least its limit",
 )
 SPECIAL = (
     Trait("large steps in a head", large_steps, "exp is taken of a difference of sums of dt A"),

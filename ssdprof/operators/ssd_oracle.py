@@ -25,8 +25,8 @@ ROWS = {"cuda": 64, "cpu": 256}
 
 def bytes_per_position(inputs: SSDInputs) -> int:
     """`OracleSpec.bytes_per_position`: for each head, the rounded form holds about six fp32 rows of
-    chunk_size scores, and the oracle with its sums about ten fp64 rows of p + 64 + p n / 64
-    numbers, as `ssd_blocks` explains.
+    chunk_size scores, and the oracle with the comparator's sums about ten fp64 rows of p + 64 +
+    p n / 64 numbers: x, the scores of chunks of 64 positions, and their states.
     """
     h, p = inputs.x.shape[2:]
     n = inputs.B.shape[3]
