@@ -66,12 +66,12 @@ def capture_layers(
     """Run the model on the prompt and call `on_layer` for each of the prompt's layers and each of
     their calls (`Serving.calls`).
 
-    Bundled kernels compute the operators of the model, a base model, with exact intermediates and
-    fp32 states.  With one segment, on_layer is called while the layer runs.  With several segments
-    or packed sequences, the inputs of each layer are concatenated in main memory; after the prompt
-    they are moved to the model's device for on_layer.  Chunks are segments whose inputs are passed
-    on immediately, with their initial states.  The model itself computes decode steps, whose inputs
-    are passed on immediately too.
+    `CallBinding.replacement` computes the operators of the model, a base model: on a GPU by bundled
+    kernels, with exact intermediates and fp32 states.  With one segment, on_layer is called while
+    the layer runs.  With several segments or packed sequences, the inputs of each layer are
+    concatenated in main memory; after the prompt they are moved to the model's device for on_layer.
+    Chunks are segments whose inputs are passed on immediately, with their initial states.  The
+    model itself computes decode steps, whose inputs are passed on immediately too.
 
     host_budget_bytes: main memory for concatenated inputs; None: half of the available memory.  If
         the layers need more, they are captured in groups, each with its own run of the prompt.  If

@@ -102,7 +102,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What the generated inputs of one case key of a bench are.
+    """Describes the generated inputs of one case key of a bench.
 
     dtype: of the inputs that models pass in their own dtype.
     layout: "contiguous" tensors; "views" of a wide projection, as a model passes them; or

@@ -322,7 +322,7 @@ def own_implementation(
     keeps_states = True           it returns the states that `Inputs.state_every` asks for
     pools = True                  it reads initial states by `Inputs.state_indices`
     in_place = True               it writes new states to a pool, in every call, and returns it;
-                                  then `in_pool` implies the two above
+                                  `in_pool` then keeps states after each token, and reads pools
     batch_invariant = True        see `Implementation`
 
     Raises BadInputError for another `operand_precision`.

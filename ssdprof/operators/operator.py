@@ -59,8 +59,8 @@ class Stages:
 
     order: stages and their parts ("chunk_scan.previous") in the order of tables.
     words: name of a stage or part -> the same in plain words, where the name does not say it.
-    kernels: function name of a bundled kernel -> the implementation that launches it.  `fused`
-        also launches that of `recurrent`, which is listed there alone.
+    kernels: function name of a bundled kernel -> the implementation that launches it.  For a kernel
+        of several it is one of them: `fused` also launches the kernel of `recurrent`.
     sources: SHA-256 of a file with another library's kernels -> its entry in `stages/`.  An entry
         has `stages`: function -> its stage, or "caller" for a helper that is inlined into several
         stages; `starts`: line -> the stage that begins there, inside a function; and, unless all
