@@ -43,7 +43,7 @@ def gated_norms(mixer: Mixer) -> list[nn.Module]:
 
 def norm_form(module: nn.Module) -> dict[str, Any] | None:
     """Options with which `gated_rms_norm` computes what `module` computes, tested on random rows;
-    None if there are none, or if the module has no vector `weight` and no `variance_epsilon`.
+    None if there are none, or if the module has no vector `weight`, or no `variance_epsilon`.
 
     Raises the errors of `gated_rms_norm`.
     """

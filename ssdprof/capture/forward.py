@@ -40,7 +40,7 @@ def attention(model: PreTrainedModel, name: str, attend: Callable[..., Any]) -> 
     """While the context is open, `model` (a transformers model) computes attention with `attend`,
     and builds no mask.
 
-    name: the name under which transformers registers the function, also for later.
+    name: the name under which transformers registers the function, and keeps it afterwards.
     """
     transformers.AttentionInterface.register(name, attend)
     transformers.AttentionMaskInterface.register(name, lambda *_, **__: None)

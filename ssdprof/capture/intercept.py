@@ -67,7 +67,7 @@ def intercept(
         may overwrite the state.  None: these calls are only counted.
 
     The model is restored when the context closes.  Its forward raises what `handler`, `on_step` and
-    `bind` raise, and BadInputError for a call outside of `mixers` or a mixer's second in a forward.
+    `bind` raise, and BadInputError if a mixer calls its operator twice, or another module does.
     """
     count: CallCount = Counter()
     started: list[Mixer] = []  # the mixer that runs and has not yet called its operator, or none

@@ -511,7 +511,7 @@ def _safetensors(folder: Path) -> _Reading:
 
     `recording.json` describes the calls of those files that do not describe their calls themselves.
     """
-    files = sorted(folder.glob("*_*.safetensors"), key=_process_and_number)
+    files = sorted(folder.glob("*_*.safetensors"), key=_order_of_call)
     if not files:
         return [], Counter(), ""
     texts = [_reading(file, _text_of_call) for file in files]
@@ -529,7 +529,7 @@ def _safetensors(folder: Path) -> _Reading:
         calls.append(
             _Call(
                 operator=operator,
-                process=_process_and_number(file)[0],
+                process=file.stem.rpartition("_")[0],
                 shape=_reading(file, _shape, operators.get(operator).inputs.FIRST),
                 identity=f"{file.name} {operator} {description['source']} {arguments}",
                 load=partial(_reading, file, _load_safetensors, operator, arguments),
@@ -541,9 +541,9 @@ def _safetensors(folder: Path) -> _Reading:
     return calls, Counter(), words(sources)
 
 
-def _process_and_number(file: Path) -> tuple[str, int, str]:
-    """The process and the number in the name of a file, by which calls are sorted.  A number with
-    more digits is larger, also without zeros in front of the other: 10 comes after 9.
+def _order_of_call(file: Path) -> tuple[str, int, str]:
+    """The key by which files PROCESS_NUMBER are sorted: the process, then how many digits the
+    number has, and the number.  So 10 comes after 9, also without zeros in front.
     """
     process, _, number = file.stem.rpartition("_")
     digits = number.lstrip("0")
