@@ -37,8 +37,8 @@ _FORMATS = {
         StateFormat(name="int8-carried", number="int8", rounding="carried", scale="row"),
     )
 }
-# limits of R in "fixed=R", the range of a fixed scale: far beyond the states of models, and such that
-# R and 448 / R, for the largest number of fp8, are normal fp32 numbers
+# limits of R in "fixed=R", the range of a fixed scale: far beyond the states of models, and such
+# that R and 448 / R, for the largest number of fp8, are normal fp32 numbers
 LEAST_RANGE, LARGEST_RANGE = 1e-20, 1e20
 
 
