@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdprof.capture.intercept import namespaces, replaced
+from ssdprof.capture.intercept import forward_replaced, namespaces, replaced
 from ssdprof.checkpoint.mixers import Mixer
 from ssdprof.core.words import plural
 from ssdprof.kernels.mixer import causal_conv1d, gated_rms_norm
@@ -43,7 +43,7 @@ def gated_norms(mixer: Mixer) -> list[nn.Module]:
 
 def norm_form(module: nn.Module) -> dict[str, Any] | None:
     """Options with which `gated_rms_norm` computes what `module` computes, tested on random rows;
-    None if there are none.
+    None if there are none, or if the module has no vector `weight`, or no `variance_epsilon`.
 
     Raises the errors of `gated_rms_norm`.
     """
@@ -73,15 +73,16 @@ def norm_form(module: nn.Module) -> dict[str, Any] | None:
 class ConvAndNorm:
     """Replaces a model's convolutions and gated norms by the bundled kernels, while `installed`.
 
-    left_to_model: the parts that are not replaced, in words; empty if there are none.
+    left_to_model: the parts that are not replaced, or not in all layers, in words; empty if there
+        are none.
     """
 
     def __init__(self, mixers: Sequence[Mixer]) -> None:
         self._namespaces = namespaces(mixers)
-        modules = list(chain.from_iterable(map(gated_norms, mixers)))
+        modules = chain.from_iterable(map(gated_norms, mixers))
         forms = [(module, norm_form(module)) for module in modules]
         self._norms = [(module, form) for module, form in forms if form is not None]
-        unknown_norms = len(modules) - len(self._norms)
+        unknown_norms = len(forms) - len(self._norms)
         parts = []
         if any(CONVOLUTION not in namespace for namespace in self._namespaces):
             parts.append("the convolution")
@@ -102,8 +103,8 @@ class ConvAndNorm:
                 if CONVOLUTION in namespace:
                     restore.enter_context(replaced(namespace, CONVOLUTION, _convolve))
             for module, form in self._norms:
-                module.forward = partial(_norm, module, form)
-                restore.callback(delattr, module, "forward")
+                norm = partial(_norm, module, form)
+                restore.enter_context(forward_replaced(module, norm))
             yield
 
 
@@ -114,8 +115,11 @@ def _convolve(
     activation: str | None = None,
     **others: object,
 ) -> Tensor:
-    """Replaces the convolution of transformers: (b, d, l) -> (b, d, l).  In memory the result is
-    (b, l, d), as the operator's kernels read it.
+    """Replaces the convolution of transformers, which takes the same arguments: (b, d, l) ->
+    (b, d, l).  In memory the result is (b, l, d), as the operator's kernels read it.
+
+    Raises UnsupportedError for another activation than silu, and for packed sequences.  All other
+    arguments are those of a model's forward, and are ignored.
     """
     if activation not in (None, *_SILU):
         raise UnsupportedError(f"the bundled convolution has no {activation}, only silu")
@@ -127,5 +131,5 @@ def _convolve(
 
 
 def _norm(module: Any, form: dict[str, Any], hidden_states: Tensor, gate: Tensor) -> Tensor:
-    """Replaces the forward of a gated norm of transformers."""
+    """Replaces the forward of a gated norm of transformers.  form: from `norm_form`."""
     return gated_rms_norm(hidden_states, gate, module.weight, **form)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ssdprof.capture.intercept import CallCount, OperatorCall, Result, intercept
+from ssdprof.capture.intercept import CallCount, OperatorCall, Result, forward_replaced, intercept
 from ssdprof.checkpoint import transformers
 from ssdprof.checkpoint.mixers import Mixer, find_mixers
 from ssdprof.core.target import CallRef, LayerRef, Serving, split_prompt
@@ -40,7 +40,7 @@ def attention(model: PreTrainedModel, name: str, attend: Callable[..., Any]) -> 
     """While the context is open, `model` (a transformers model) computes attention with `attend`,
     and builds no mask.
 
-    name: the name under which transformers registers the function.
+    name: the name under which transformers registers the function, and keeps it afterwards.
     """
     transformers.AttentionInterface.register(name, attend)
     transformers.AttentionMaskInterface.register(name, lambda *_, **__: None)
@@ -61,8 +61,9 @@ def _attend(
     scaling: float | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of a segment: query (b, heads, q, d), key and value (b, key heads, k, d) ->
-    (b, q, heads, d).  Only for prompts without padding.
+    """Causal attention of a segment: query (b, heads, q, d), key (b, key heads, k, d), value (b,
+    key heads, k, width) -> (b, q, heads, width), and no attention weights.  Only for prompts
+    without padding.  Raises BadInputError for attention that is more than causal.
 
     With a cache, the queries are the last positions of the keys.  transformers' sdpa path builds
     this mask as a tensor, queries x keys, which rules out flash attention and takes 2 GiB at 16K x
@@ -94,8 +95,8 @@ def counting_cache(model: PreTrainedModel, seen: Sequence[int]) -> Any | None:
     """A cache for a model without an attention layer; None for other models, which make their own.
 
     transformers asks a cache for the number of tokens in it, and its own cache raises without an
-    attention layer.  This cache answers with `seen[0]`.  The number only determines the shape of a
-    mask, which no layer of such a model reads.
+    attention layer.  This cache answers with `seen[0]`, the tokens fed so far.  The number only
+    determines the shape of a mask, which no layer of such a model reads.
     """
     cache = transformers.DynamicCache(config=model.config)
     if any(isinstance(layer, transformers.cache_utils.CacheLayerMixin) for layer in cache.layers):
@@ -119,7 +120,9 @@ def cache_name(model: PreTrainedModel) -> str:
 # --- feeding tokens
 
 
-# ids of the next tokens (b, t) -> last hidden states (b, t, hidden), or logits
+# ids of the next tokens (b, t) -> last hidden states (b, t, hidden), or, from a model with a
+# language-model head, logits (b, n, vocabulary): of the last token (n = 1), or of all t if the
+# model has no option `logits_to_keep`
 Feed = Callable[[Tensor], Tensor]
 
 
@@ -129,7 +132,7 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
     Positions are passed explicitly, because some models otherwise start every segment at 0.  No
     attention mask is passed, because an all-ones mask costs a synchronisation and has no effect.
 
-    cached: whether each call continues the previous one.
+    cached: whether each call continues the previous one; otherwise there is only one call.
     """
     accepted = inspect.signature(model.forward).parameters
     name = cache_name(model)
@@ -160,8 +163,8 @@ def feeding(model: PreTrainedModel, *, cached: bool) -> Feed:
 def prefill(model: PreTrainedModel, ids: Tensor, segment_length: int) -> Tensor:
     """Run `model` (a transformers model in eval mode) on ids (b, l) without padding.
 
-    Returns the hidden states of the last segment; from a model with a language-model head, the
-    logits of the last position.  Fills the cache, as if tokens were generated afterwards.
+    Returns what `Feed` returns for the last segment.  Fills the cache, as if tokens were generated
+    afterwards.  Raises BadInputError if several segments need another than causal attention.
     """
     last, _ = prefilled(model, ids, segment_length, goes_on=True)
     return last
@@ -201,9 +204,10 @@ def generate(feed: Feed, last: Tensor, head: Head, count: int) -> Tensor:
 
 
 def greedy(model: PreTrainedModel, ids: Tensor, count: int, segment_length: int) -> list[int]:
-    """The ids of `count` tokens after ids (1, l), at least one, each the most probable one.
+    """The ids of the `count` tokens that follow ids (1, l), each the most probable one.
 
     model: a causal language model in eval mode.
+    count: at least 1.
     """
     last, feed = prefilled(model, ids, segment_length, goes_on=True)
     tokens: list[int] = generate(feed, last, lambda logits: logits, count)[0].tolist()
@@ -264,7 +268,7 @@ class PromptRun:
 
     @property
     def segment_count(self) -> int:
-        """The number of forward calls of the model before the first decode step."""
+        """The number of forward calls of the model for the prompt, without decode steps."""
         lengths = self.serving.packed or (self.ids.shape[1],)
         return sum(len(split_prompt(length, self.segment_length)) for length in lengths)
 
@@ -280,8 +284,9 @@ class PromptRun:
         )
 
     def calls(self, *, decode: bool) -> tuple[CallRef | None, ...]:
-        """The calls of one layer's operator that are captured: only the decode steps, which are the
-        last calls, or only the calls before them.  None stands for a whole prompt.
+        """The calls of one layer's operator that are captured.  None stands for a whole prompt.
+
+        decode: only the decode steps, which are the last calls; otherwise only those before them.
         """
         calls = self.serving.calls(self.ids.shape[1], self.ids.shape[0])
         count = len(calls) - self.serving.decode
@@ -297,10 +302,11 @@ class PromptRun:
 
         on_step: gets the decode steps, if the prompt has any (`Serving.decode`).
 
-        Exceptions of `handler` and `on_step` pass through.  Exceptions of the model's code become
-        BadInputError, because a config that transformers accepts may still describe a model that
-        does not run.  But torch.OutOfMemoryError becomes MissingCapabilityError, whichever of them
-        raises it.
+        Exceptions of `handler` and `on_step`, and SsdprofError, pass through.  Other exceptions of
+        the model's code become BadInputError, because a config that transformers accepts may still
+        describe a model that does not run.  But torch.OutOfMemoryError becomes
+        MissingCapabilityError, whichever of them raises it.  Raises BadInputError, too, if the
+        model made another number of calls or steps than its mixers make (`_check`).
         """
         raised_by_handlers: list[BaseException] = []
 
@@ -350,7 +356,7 @@ class PromptRun:
                 generate(feed, last, self.head, decode)
 
     def _check(self, count: CallCount) -> None:
-        """Raise BadInputError unless every mixer made every call and every decode step.
+        """Raise BadInputError unless there are as many calls and decode steps as all mixers make.
 
         count: the calls and steps of all mixers together.
         """
@@ -379,7 +385,9 @@ class PromptRun:
 
 
 def check_ids(vocabulary: int, ids: Tensor) -> None:
-    """Raise BadInputError unless ids are (batch, tokens) of int64, from 0 to `vocabulary` - 1."""
+    """Raise BadInputError unless ids are (batch, tokens) of int64, at least one, from 0 to
+    `vocabulary` - 1.
+    """
     if ids.ndim != 2 or ids.numel() == 0 or ids.dtype != torch.int64:
         raise BadInputError(
             f"A prompt is (batch, tokens) of int64 ids, not {tuple(ids.shape)} of {ids.dtype}."
@@ -398,7 +406,8 @@ def check_ids(vocabulary: int, ids: Tensor) -> None:
 
 def hidden_states(prompt: PromptRun, handler: Callable[[OperatorCall], Result]) -> Tensor:
     """The last hidden states of `prompt.model`, a base model without a head, with `handler` in
-    place of its operators: (b, l, hidden) in the model's dtype, on its device.
+    place of its operators: (b, l, hidden) in the model's dtype, on its device.  The prompt must
+    have no decode steps.
 
     `logits` takes some of their positions.  All logits would be too large: for 131,072
     positions, 150,000 logits take 37 GiB in bf16, and hidden states of width 4,096 take 1 GiB.
@@ -426,7 +435,12 @@ def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     in its family.
     """
     placeholder = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-    with torch.no_grad(), _decoder_returns(model.base_model, hidden):
+
+    def decoder(*_args: object, **_kwargs: object) -> _Output:
+        """Stands for the forward of the decoder.  It computes nothing."""
+        return _Output(hidden)
+
+    with torch.no_grad(), forward_replaced(model.base_model, decoder):
         scores: Tensor = model(input_ids=placeholder, use_cache=False).logits
     return scores
 
@@ -442,23 +456,3 @@ class _Output:
 
     def __getattr__(self, name: str) -> None:
         """None for caches, attentions and router logits."""
-
-
-@contextmanager
-def _decoder_returns(base: PreTrainedModel, hidden: Tensor) -> Iterator[None]:
-    """While the context is open, the decoder `base` returns `hidden` without computing anything."""
-    # accelerate gives the object a `forward` of its own if its weights are on several devices;
-    # other models have only that of their class
-    own_forward = vars(base).get("forward")
-
-    def forward(*_args: object, **_kwargs: object) -> _Output:
-        return _Output(hidden)
-
-    base.forward = forward
-    try:
-        yield
-    finally:
-        if own_forward is None:
-            del base.forward
-        else:
-            base.forward = own_forward

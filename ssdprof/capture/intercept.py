@@ -1,4 +1,5 @@
-"""Intercepts operators: every call that a mixer makes goes to our handler instead.
+"""Intercepts operators: every call that a mixer makes for a prompt goes to our handler instead.
+Calls for one token with a cached state are shown to another handler, and the model computes them.
 
 Nothing in transformers is edited.  The mixer looks its operator up among the globals of the
 modeling file at each call, whatever was bound there at import (transformers' torch fallback,
@@ -35,7 +36,7 @@ class OperatorCall:
     operator: Operator
     inputs: Inputs  # the model's own tensors, or views of them
     wants_final_state: bool
-    remark: str  # a sentence for the report if the inputs differ from the call, else empty
+    remark: str  # a sentence for the report, from `CallBinding.bind`; empty if there is none
     original: Callable[[], Any]  # () -> what the model's own function returns for this call
 
     def replacement(self) -> Result:
@@ -59,14 +60,14 @@ CallCount = Counter[Literal["calls", "steps"]]
 def intercept(
     mixers: Sequence[Mixer], handler: Handler, on_step: OnStep | None = None
 ) -> Iterator[CallCount]:
-    """While the context is open, `handler` computes every operator call of `mixers`.  The value of
-    the context counts the calls.
+    """While the context is open, `handler` computes every operator call of `mixers` but those for
+    one token with a cached state.  The value of the context counts the calls of both kinds.
 
-    on_step: gets each call for one token with a cached state before the model computes it, because
-        the model may overwrite the state.
+    on_step: gets each call for one token with a cached state before the model computes it, which
+        may overwrite the state.  None: these calls are only counted.
 
-    The model is restored when the context closes, also after an exception.  The handler's
-    exceptions pass through the model's forward unchanged.
+    The model is restored when the context closes.  Its forward raises what `handler`, `on_step` and
+    `bind` raise, and BadInputError if a mixer calls its operator twice, or another module does.
     """
     count: CallCount = Counter()
     started: list[Mixer] = []  # the mixer that runs and has not yet called its operator, or none
@@ -78,7 +79,7 @@ def intercept(
         return enter
 
     def call_handler(name: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Replaces `original`, the function of a modeling file that computes the operator."""
+        """Replaces `original`, a modeling file's global `name`, which computes the operator."""
         if not started:
             raise BadInputError(
                 f"{name} was called outside the mixers that were found, or twice by one."
@@ -125,13 +126,31 @@ def namespaces(mixers: Sequence[Mixer]) -> list[dict[str, Any]]:
 
 @contextmanager
 def replaced(namespace: dict[str, Any], name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """While the context is open, the global `name` of a modeling file is `function`."""
+    """While the context is open, the global `name` of a modeling file is `function`.  The file must
+    have this global.
+    """
     before = namespace[name]
     namespace[name] = function
     try:
         yield
     finally:
         namespace[name] = before
+
+
+@contextmanager
+def forward_replaced(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While the context is open, `module` computes `forward`."""
+    # accelerate gives the object a `forward` of its own if the model's weights are on several
+    # devices; other objects have only that of their class
+    own_forward = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own_forward is None:
+            del module.forward
+        else:
+            module.forward = own_forward
 
 
 def bind(

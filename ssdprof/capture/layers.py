@@ -66,12 +66,12 @@ def capture_layers(
     """Run the model on the prompt and call `on_layer` for each of the prompt's layers and each of
     their calls (`Serving.calls`).
 
-    Bundled kernels compute the operators of the model, a base model, with exact intermediates and
-    fp32 states.  With one segment, on_layer is called while the layer runs.  With several segments
-    or packed sequences, the inputs of each layer are concatenated in main memory; after the prompt
-    they are moved to the model's device for on_layer.  Chunks are segments whose inputs are passed
-    on immediately, with their initial states.  The model itself computes decode steps, whose inputs
-    are passed on immediately too.
+    `CallBinding.replacement` computes the operators of the model, a base model: on a GPU by bundled
+    kernels, with exact intermediates and fp32 states.  With one segment, on_layer is called while
+    the layer runs.  With several segments or packed sequences, the inputs of each layer are
+    concatenated in main memory; after the prompt they are moved to the model's device for on_layer.
+    Chunks are segments whose inputs are passed on immediately, with their initial states.  The
+    model itself computes decode steps, whose inputs are passed on immediately too.
 
     host_budget_bytes: main memory for concatenated inputs; None: half of the available memory.  If
         the layers need more, they are captured in groups, each with its own run of the prompt.  If
@@ -79,9 +79,9 @@ def capture_layers(
 
     Returns the number of operator calls in all runs of the prompt, without decode steps.  At any
     time the inputs of at most one layer are on the model's device.  Whatever ends the capture (an
-    exception of on_layer, Ctrl-C), the model is left as it was.  Raises BadInputError if part of
-    the model bypasses its operator or a token id is beyond the vocabulary, MissingCapabilityError
-    if memory is too small.
+    exception of on_layer, Ctrl-C), the model is left as it was.  Raises the errors of
+    `PromptRun.wanted` and `PromptRun.run`, and MissingCapabilityError if a layer's inputs fit
+    neither in main memory nor on the disk.
     """
     wanted, serving = prompt.wanted, prompt.serving
     if serving.chunk is not None or (prompt.segment_count == 1 and not serving.packed):
@@ -109,14 +109,16 @@ def capture_layers(
 def _passing_on(
     prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, decode: bool
 ) -> Callable[[OperatorCall], None]:
-    """A handler that passes calls of the wanted layers to `on_layer` while the model runs.
+    """A function that passes calls of the wanted layers to `on_layer` while the model runs.
 
-    decode: whether it handles the decode steps; otherwise the calls before them.
+    decode: whether it is called with the decode steps; otherwise with the calls before them.
     """
     upcoming = {index: iter(prompt.calls(decode=decode)) for index in wanted}
 
     def pass_on(call: OperatorCall) -> None:
-        """Pass the call on, unless all decode steps of its layer that are captured are done."""
+        """Pass the call on if it is one of a wanted layer, and not a decode step after the last one
+        that is captured.
+        """
         layer = wanted.get(call.mixer.layer_index)
         if layer is None:
             return
@@ -141,7 +143,8 @@ def _capture_together(
     prompt: PromptRun, wanted: dict[int, LayerRef], on_layer: OnLayer, *, on_disk: bool
 ) -> int:
     """Run the model, concatenate each layer's inputs of all segments and packed sequences, and pass
-    them on at the end.  Returns the number of operator calls.
+    them on at the end; decode steps are passed on at once.  Returns the number of operator calls,
+    without decode steps.
     """
     buffers: dict[int, PromptBuffer] = {}
     remarks: dict[int, str] = {}  # those of the first segment
@@ -183,6 +186,8 @@ def _groups(
     """Divide the layers `wanted` into groups whose inputs take at most `budget` bytes.
 
     sizes: layer index -> bytes of the layer's inputs.
+
+    Raises MissingCapabilityError if one layer takes more; `budget` is then that of the disk.
     """
     group: dict[int, LayerRef] = {}
     used = 0
@@ -205,7 +210,8 @@ def _groups(
 
 def capture_bytes_per_token(mixer: Mixer) -> int:
     """Bytes of the operator's inputs for one position of the prompt: the channels of the
-    convolutions before the operator, and the gates of every head.
+    convolutions before the operator, and the gates of every head.  The mixer's parameters must have
+    the dtype in which the model computes.
     """
     element_bytes = next(mixer.module.parameters()).element_size()
     per_head = operators.get(mixer.operator).binding.gate_bytes(element_bytes, mixer.sizes)
@@ -220,8 +226,8 @@ def gated_heads(module: nn.Module) -> int:
 
 
 def conv_width(module: nn.Module) -> int:
-    """The number of channels of a mixer's convolutions, of which some models have one, and others
-    one each for queries, keys and values.
+    """The number of channels of all convolutions of a mixer: some models have one convolution,
+    others one each for queries, keys and values.
     """
     return sum(child.in_channels for child in module.children() if isinstance(child, nn.Conv1d))
 
@@ -244,7 +250,7 @@ class PromptBuffer:
     segment after segment.
 
     first: the inputs of the first segment.  They determine widths and dtypes, and everything that
-        has no position (A, D, dt_bias and the state before the prompt).
+        has no position (A, D, dt_bias, the state before the prompt, scalars).
     on_disk: whether the buffer is in the temporary folder, mapped into main memory.
 
     Raises BadInputError if `first` has packed sequences and is not the whole prompt, because their
@@ -315,7 +321,8 @@ class PromptBuffer:
 def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor in a temporary file, whose name is removed at once.
 
-    Raises MissingCapabilityError if the disk is full, so that no access ends in SIGBUS later.
+    Raises MissingCapabilityError if the disk has no room for all of it, because an access would end
+    in SIGBUS later.
     """
     size = math.prod(shape) * dtype.itemsize
     with tempfile.NamedTemporaryFile(prefix="ssdprof-") as file:
@@ -332,8 +339,8 @@ def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def packed(inputs: Inputs, lengths: Sequence[int]) -> Inputs:
-    """The inputs (1, l, ...) as packed sequences of these lengths.  Raises BadInputError if inputs
-    of the operator cannot be packed.
+    """The inputs (1, l, ...) as packed sequences of these lengths, which sum to l.  Raises
+    BadInputError if inputs of the operator cannot be packed.
     """
     if "cu_seqlens" not in {field.name for field in fields(inputs)}:
         raise BadInputError(

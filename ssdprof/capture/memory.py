@@ -40,7 +40,7 @@ SEGMENT_LENGTHS = (16384, 8192, 4096, 2048, 1024)  # tried for a prompt that doe
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is typed in part
     """The bytes of the tensors that operations create on devices of a type inside the context.
 
-    now: bytes of the tensors that are alive.  peak: the largest value of `now` so far.
+    now: bytes of those of them that are alive.  peak: the largest value of `now` so far.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -62,12 +62,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is
         Two operations do not run on the meta device and are replaced here.
         """
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return 1  # true: models read a number only to check whether a mask is trivial
+            return 1  # as a bool, true: models read a number only to see if a mask is trivial
         if func is torch.ops.aten._grouped_mm.default and args[0].is_meta:
             # torch has it for bf16 only
             return self._count(args[0].new_empty(args[0].shape[0], args[1].shape[-1]))
-        storages = {_storage(tensor) for tensor in _tensors((args, kwargs or {}))}
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        out = func(*args, **kwargs)
         for tensor in _tensors(out):
             if _storage(tensor) not in storages:
                 self._count(tensor)
@@ -101,14 +102,14 @@ def predict_memory(
     """Peak memory of a capture, in bytes and without the weights.
 
     Returns two numbers: the peak while layers are captured and not replayed, and the memory that
-    must be free on the device to capture and replay them, with gaps of the allocator, but without
-    the inputs that are concatenated in main memory.
+    must be free on the device to capture and replay them, on a GPU with gaps of the allocator, but
+    without the inputs that are concatenated in main memory.
 
     model: a model on the meta device.
-    wanted: indices of the decoder layers that are captured.
-    seqlen: tokens of the prompt, or of all packed sequences.
+    wanted: indices of the decoder layers that are captured, at least one.
+    seqlen: tokens of each prompt, or of all packed sequences together.
     segment_length: tokens that the model gets at a time.
-    batch: prompts, with as many tokens each.
+    batch: number of prompts.
     on_gpu: whether kernels compute operators and attention, without memory besides their outputs.
     serving: how a server would run the prompt: in chunks, or packed.
 
@@ -163,21 +164,23 @@ class _Handler:
     """A handler of operator calls that counts their memory.
 
     replayed: indices of the decoder layers that are replayed while the model runs.
-    replaying: the largest number of live bytes during a replay.
+    on_gpu: see `predict_memory`.
+    replaying: the largest number of live bytes during a replay; 0 if there was none.
     """
 
     def __init__(self, live: LiveBytes, replayed: set[int], *, on_gpu: bool) -> None:
         self._live = live
         self._replayed = replayed
         self._on_gpu = on_gpu
-        self._intermediates: dict[Hashable, int] = {}  # form of a call -> bytes at its peak
+        # form of a call -> bytes of its intermediates and its output at their peak
+        self._intermediates: dict[Hashable, int] = {}
         self.replaying = 0
 
     def __call__(self, call: OperatorCall) -> Result:
         if call.mixer.layer_index in self._replayed:
             copies = token_major(call.inputs).tensors.values()
             size = sum(tensor.nbytes for tensor in copies)
-            del copies  # they are counted below, and freed after the replay
+            del copies  # `size` counts them until the end of the replay
             live_bytes = self._live.now + (1 + REPLAY_PER_CAPTURE) * size
             self.replaying = max(self.replaying, live_bytes)
         return _outputs(call) if self._on_gpu else self._computed(call)
@@ -203,17 +206,14 @@ class _Handler:
 
 def _outputs(call: OperatorCall) -> Result:
     """Tensors in the shapes and dtypes of the operator's output, on the meta device."""
-    device = call.inputs.device
-    forms = call.operator.oracle.forms(call.inputs)
-    out, final_state = (torch.empty(form.shape, dtype=form.dtype, device=device) for form in forms)
-    return out, final_state
+    return call.operator.oracle.forms(call.inputs)
 
 
 def _attend(
     _module: object, query: Tensor, _key: object, value: Tensor, *_: object, **__: object
 ) -> tuple[Tensor, None]:
-    """Stands for attention: query (b, heads, q, d) -> (b, q, heads, d), and no attention weights.
-    Only the output needs memory, as in flash attention.
+    """Stands for attention: query (b, heads, q, d), value (b, key heads, k, width) -> (b, q, heads,
+    width), and no attention weights.  Only the output needs memory, as in flash attention.
     """
     batch, heads, length = query.shape[:3]
     return query.new_empty(batch, length, heads, value.shape[-1]), None

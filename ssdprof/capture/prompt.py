@@ -32,8 +32,8 @@ VOCABULARY = "tokenizer.json"
 _TEXT = Path(__file__).with_name("text")
 _DEFAULT = "ssdprof's default text: reference documentation of CPython 3.11.7"
 LONGEST_TEXT = 2**24  # tokens up to which the tokenizer gives no warning about the trained length
-CHARACTERS_PER_TOKEN = 8  # for the part of the text that is read first; English has 4 to 5
-UNSETTLED_TOKENS = 64  # tokens at the end of a text that may change if the text goes on
+CHARACTERS_PER_TOKEN = 8  # in the part of a text that is read first; English has 4 to 5
+UNSETTLED_TOKENS = 64  # most tokens at the end of a part that may change if more text follows
 _TOKENIZER_HINT = "Fetch or copy the file again, or name another tokenizer with --tokenizer."
 
 
@@ -121,15 +121,15 @@ def build_prompt(
     kind: "default" is the text that ships with ssdprof, "file" the UTF-8 text in `file`, "random"
         draws uniformly from the tokenizer's vocabulary without special tokens, with `seed`.
     batch: number of rows.  packed: lengths of sequences that are packed into one row, `seqlen` in
-        sum.  Each row and sequence is from another place of the text.
-    unread: a file of a tokenizer that ssdprof does not read; empty if there is none.
+        sum.  unread: a file of a tokenizer that ssdprof does not read; empty if there is none.
 
     Text is encoded as the tokenizer does by default, so that every row and packed sequence may
-    begin with a special token.  A single row is the first `seqlen` tokens.  Several follow each
-    other in the text, and overlap if it is too short.  A text is never repeated.
+    begin with a special token.  A single row is the first `seqlen` tokens.  Several rows or packed
+    sequences follow each other in the text, and overlap if it is too short.
 
-    Raises BadInputError if there is no usable tokenizer, if the file is missing, empty or not
-    UTF-8, or if the text is too short; MissingCapabilityError if the file may not be read.
+    Raises BadInputError if `kind` and `file` contradict each other, if there is no usable
+    tokenizer, or nothing to draw from, if the file is missing, empty or not UTF-8, or if the text
+    is too short; MissingCapabilityError if the file may not be read.
     """
     if (kind == "file") != (file is not None):
         raise BadInputError(
@@ -215,7 +215,7 @@ def _random_ids(
     tokenizer: Tokenizer | None, vocab_size: int | None, seqlen: int, seed: int
 ) -> torch.Tensor:
     """Random token ids (seqlen) from the tokenizer's vocabulary without special tokens; without a
-    tokenizer, from 0 to `vocab_size` - 1.
+    tokenizer, from 0 to `vocab_size` - 1.  Raises BadInputError if there are none.
     """
     # a range, because a damaged config may say any number
     vocabulary: Sequence[int] = range(vocab_size or 0)
@@ -235,13 +235,15 @@ def _first_ids(
     tokenizer: Tokenizer, stream: TextIO, lengths: Sequence[int], name: str
 ) -> list[int]:
     """The first `sum(lengths)` token ids of the text in the stream, or all of them if the text is
-    shorter.  Raises BadInputError if it is too short for pieces of these lengths that differ.
+    shorter.  Raises BadInputError if it is empty, has no tokens, or is too short for pieces of
+    these lengths that differ.
 
     name: of the text, for messages.
     """
     content = ""
     seqlen = sum(lengths)
-    least = max(lengths) + len(lengths) - 1  # each piece begins one token after the one before
+    # the longest piece, if each piece begins only one token after the one before
+    least = max(lengths) + len(lengths) - 1
     characters = CHARACTERS_PER_TOKEN * seqlen
     while True:
         content += stream.read(characters - len(content))
@@ -292,7 +294,8 @@ def _pieces(
     longest = max(body_lengths)
     words = "one after the other"
     if sum(body_lengths) > len(body):
-        # at equal distances, of at least one token: `_first_ids` has refused a shorter text
+        # at equal distances, up to rounding, of at least one token: `_first_ids` has refused a
+        # shorter text
         latest = len(body) - longest  # where the longest piece would end with the text
         starts = [number * latest // (len(lengths) - 1) for number in range(len(lengths))]
         words = "that overlap, because the text is too short for all of them"

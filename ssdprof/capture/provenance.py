@@ -17,8 +17,9 @@ from ssdprof.capture.layers import CapturedLayer
 from ssdprof.core.target import CallRef
 from ssdprof.core.words import plural
 
-# Largest relative distance of a head's states that differ by rounding only: to the server's dtype,
-# and in its kernel if the recording has no final states.  Two sequences' states differ by about 1.
+# Largest relative distance of a head's states that differ by rounding only: to the dtype of the
+# server's pool, and, if the recording has no final states, in the server's kernel.  The states of
+# two sequences differ by about 1.
 MOST_ROUNDING = 2**-4
 _COLUMNS = 8  # of the projection in `_sketches`: a state of 32 heads then takes 1 KiB
 _REMEMBERED = 4096  # newest states of each layer that are kept: 4 MiB with 32 heads
@@ -53,9 +54,9 @@ class Provenance:
 
     After a gap (`CapturedLayer.gap`) earlier states of the layer are forgotten, and only slots that
     a later call has written are followed.  A verification (`state_every`) counts as a gap, because
-    it is not recorded which of its states the server keeps.  Without a gap, the oldest states are
-    forgotten where a layer has left more than `_REMEMBERED`.  From then on it is no fault that a
-    row begins with an unknown state, unless the state in its slot is known.
+    it is not recorded which of its states the server keeps.  The oldest states are forgotten where
+    a layer has left more than `_REMEMBERED`.  From then on it is no fault that a row begins with an
+    unknown state, unless the state in its slot is known.
     """
 
     def __init__(self, *, rows_are_sequences: bool) -> None:
@@ -66,7 +67,8 @@ class Provenance:
 
     def state_break(self, captured: CapturedLayer) -> str:
         """Check the next call of a layer.  Returns a sentence on the first row that begins with a
-        wrong state, and one on the number of others; empty if there is none.
+        wrong state, and one on the number of others; empty if there is none, or if the call is a
+        verification.
         """
         inputs = captured.inputs
         slots, places = self._rows(captured)
@@ -97,9 +99,11 @@ class Provenance:
             _, final_states = operators.get(inputs.operator).binding.replacement(inputs)
         for slot, place, sketch in zip(slots, places, _sketches(final_states), strict=True):
             earlier.append(_State(place, slot, sketch))
-        if len(faults) <= 1:
-            return "".join(faults)
+        if not faults:
+            return ""
         first, *others = faults
+        if not others:
+            return first
         return f"{first}  Wrong in this call, too: {plural(len(others), 'row')}."
 
     def _rows(self, captured: CapturedLayer) -> tuple[Sequence[int | None], list[str]]:
@@ -149,7 +153,9 @@ def _fault(
 
 
 def _name(call: CallRef | None) -> str:
-    """The call in words: "the prompt" without a `CallRef`, "call 2" in a recording, "chunk 3"."""
+    """The call in words: "the prompt" without a `CallRef`, "call 2" for packed sequences, as in a
+    recording, "chunk 3" for a chunk.
+    """
     if call is None:
         return "the prompt"
     return f"{'call' if call.kind == 'packed' else call.kind} {call.number}"

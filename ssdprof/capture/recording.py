@@ -6,9 +6,11 @@ safetensors         a file PROCESS_NUMBER.safetensors for each call, with the op
                     tensors.  A file may describe its call, as those of `ssdprof record` do;
                     `recording.json` describes the calls of all others
 flashinfer-bench    definitions and workloads, which have no outputs; each workload becomes a layer
+                    of the operator that has its definition
 
-Calls are in the order in which their process made them.  If not all of them name their layers, it
-is assumed that a forward pass calls every layer of an operator once, on the same sequences.
+The calls of a process are in the order in which it made them: that of NUMBER in the names of files.
+If not all of them name their layers, it is assumed that a forward pass calls every layer of an
+operator once, on the same sequences.
 docs/from-a-server.md describes all of these.
 """
 
@@ -117,12 +119,11 @@ class ServerCalls:
         calls = [call for _, call in chain.from_iterable(self.passes)]
         identity = "".join(call.identity for call in calls)
         digest = hashlib.sha256(identity.encode()).hexdigest()
-        first_calls = [pass_calls[0][1] for pass_calls in self.passes]
-        counts = Counter(call.shape[0] for call in first_calls)
+        counts = Counter(call.shape[0] for call in calls)
         return tuple(
             Prompt(
                 kind="recorded",
-                source=f"{plural(count, 'call')} of each layer",
+                source=plural(count, "recorded call"),
                 tokenizer="the server's",
                 seqlen=tokens,
                 token_sha256=digest,
@@ -187,8 +188,8 @@ class ServerCalls:
 def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     """Read the metadata of all calls in a recording, and no tensors.
 
-    kind: of the recording.
-    name: name of the recording; by default that of the folder.
+    kind: the format of the recording.
+    name: name of the recording; empty: that of the folder.
 
     Raises BadInputError if the folder is not of this kind, is damaged, or holds no forward pass.
     """
@@ -199,7 +200,7 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
     else:
         passes, incomplete = _counted_passes(calls)
         left_out_calls |= incomplete
-    counts = [f"{plural(count, 'call')} {kind}" for kind, count in left_out_calls.items()]
+    counts = [f"{plural(count, 'call')} {what}" for what, count in left_out_calls.items()]
     left_out = f"Left out: {words(counts)}." if counts else ""
     if not passes:
         raise BadInputError(
@@ -221,13 +222,14 @@ def open_recording(folder: Path, kind: Format, name: str = "") -> ServerCalls:
 
 def _named_passes(calls: Sequence[_Call]) -> list[_Pass]:
     """The forward passes of calls that name their layers.  A pass ends with its process, before a
-    call on other sequences, and before a layer that it already has.
+    call on another number of tokens or sequences, and before a layer that it already has.
 
     Layers of two operators may have the same name: those of two models in one process.
     """
     keys = sorted({(call.layer, call.operator) for call in calls}, key=_sort_key)
-    # indices are the numbers in the names, 3 of "model.layers.3.linear_attn", if these differ
-    numbers = [re.search(r"\d+", name) for name, _ in keys]
+    # indices are the first numbers between dots in the names, 3 of "model.layers.3.linear_attn", if
+    # every name has one and they differ; otherwise the names are numbered
+    numbers = [re.search(r"(?<![^.])\d+(?![^.])", name) for name, _ in keys]
     indices = [int(number[0]) for number in numbers if number]
     if len(set(indices)) < len(keys):
         indices = [*range(len(keys))]
@@ -313,7 +315,8 @@ def _layer_count(processes: list[list[list[_Call]]]) -> int:
     """The number of calls in a forward pass: the greatest common divisor of the lengths of runs.
 
     processes: the runs of each process.  The last run of a process may be cut off, and its first
-    may have begun before the recording, so these count only if there are no others.
+        may have begun before the recording.  So first runs count only if there are no others but
+        last ones, and last ones only if there are no others at all.
     """
     for usable in (slice(1, -1), slice(-1), slice(None)):
         runs = list(chain.from_iterable(runs[usable] for runs in processes))
@@ -326,9 +329,10 @@ def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) 
     """Check a call and return it, with its slots as integers.
 
     Raises ValueError if an output does not have its shape, or out not its dtype; if the bounds of
-    sequences do not rise; if a scalar argument is not finite (a limit in a tuple may be infinite);
-    and if there is not one slot for each sequence.  Raises TypeError for a scalar that is no
-    number, and KeyError if an output has a dtype that records do not have.
+    sequences do not rise; if a scalar argument is not finite (the numbers in a tuple are not
+    checked, because a limit may be infinite); and if there is not one slot for each sequence.
+    Raises TypeError for a scalar that is no number, and KeyError if an output has a dtype that
+    records do not have, such as one of integers.
     """
     spans_of(inputs)
     for name, value in vars(inputs).items():
@@ -482,7 +486,8 @@ def _argument(key: str, names: list[str]) -> str:
 def _load_flashinfer(
     path: Path, convert: Callable[..., Any], names: list[str], scalars: dict[str, Any]
 ) -> Recorded:
-    """Load a call from the folder that FlashInfer's recorder wrote for it.
+    """Load a call from the folder that FlashInfer's recorder wrote for it.  Raises errors of any
+    class.
 
     convert: entry of `CallBinding.recorded`.  names: names of the function's parameters.  scalars:
     the arguments that are no tensors, by name.
@@ -506,7 +511,7 @@ def _safetensors(folder: Path) -> _Reading:
 
     `recording.json` describes the calls of those files that do not describe their calls themselves.
     """
-    files = sorted(folder.glob("*_*.safetensors"))
+    files = sorted(folder.glob("*_*.safetensors"), key=_order_of_call)
     if not files:
         return [], Counter(), ""
     texts = [_reading(file, _text_of_call) for file in files]
@@ -518,9 +523,8 @@ def _safetensors(folder: Path) -> _Reading:
     for file, text in zip(files, texts, strict=True):
         description = of_folder
         if text:
-            description = _reading(file, partial(_description, text=text))
-        operator = description["operator"]
-        arguments = dict(description.get("arguments", {}))
+            description = _reading(file, _description, text)
+        operator, arguments = description["operator"], description["arguments"]
         sources[str(description["source"])] = None
         calls.append(
             _Call(
@@ -537,6 +541,15 @@ def _safetensors(folder: Path) -> _Reading:
     return calls, Counter(), words(sources)
 
 
+def _order_of_call(file: Path) -> tuple[str, int, str]:
+    """The key by which files PROCESS_NUMBER are sorted: the process, then how many digits the
+    number has, and the number.  So 10 comes after 9, also without zeros in front.
+    """
+    process, _, number = file.stem.rpartition("_")
+    digits = number.lstrip("0")
+    return process, len(digits), digits
+
+
 def _text_of_call(file: Path) -> str:
     """The JSON text in which a file describes its call; empty if it has none."""
     with safe_open(file, framework="pt", device="cpu") as opened:
@@ -546,22 +559,23 @@ def _text_of_call(file: Path) -> str:
 
 def _description_of_folder(path: Path) -> dict[str, Any]:
     """The description in `recording.json`."""
-    return _description(path, text=regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
+    return _description(path, regular(path, _METADATA_BYTES).read_text(encoding="utf-8"))
 
 
-def _description(_path: Path, *, text: str) -> dict[str, Any]:
+def _description(_path: Path, text: str) -> dict[str, Any]:
     """Parse the description of a call: operator, source, scalar arguments, and optionally the
     layer, the number among its calls, and what went wrong.  Raises errors of any class.
 
-    _path: the argument of a function for `_reading`.
+    _path: where the text is; not used, but `_reading` passes it.
     """
     description = parse_json(text)
     if description["operator"] not in operators.names():
         raise ValueError(f"there is no operator {description['operator']!r}")
     # `operator.index` raises TypeError for a number that is no integer
     index(description.get("number", 0))
+    arguments = dict(description.get("arguments", {}))
     # a file of a program of the user need not say what computed its output
-    return {"source": "a server", **description}
+    return {"source": "a server", **description, "arguments": arguments}
 
 
 def _shape(file: Path, first: str) -> tuple[int, int]:
@@ -605,9 +619,9 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
 
 
 def _as_batch(inputs: Inputs, served: Output | None, slots: tuple[int, ...]) -> Recorded:
-    """A packed verification, reshaped to a batch (sequences, length, ...) if its sequences have
-    equal lengths, so that it also runs on kernels that return only final states.  Otherwise it
-    stays packed.
+    """A packed verification, and its output, reshaped to a batch (sequences, length, ...) if its
+    sequences have equal lengths, so that it also runs on kernels that return only final states.
+    Otherwise it stays packed.
     """
     assert inputs.cu_seqlens is not None
     lengths = set(inputs.cu_seqlens.diff().tolist())
@@ -649,8 +663,8 @@ def _definition(file: Path) -> tuple[str, Document]:
 
 
 def _workloads(file: Path, folder: Path, documents: dict[str, Document]) -> list[_Call | str]:
-    """Read a file of workloads.  Returns the calls in order; in place of a call that no operator
-    has, a text that says what kind it is.  Raises errors of any class.
+    """Read a file of workloads.  Returns the calls in order; in place of one whose definition no
+    operator has, a text that says what kind it is.  Raises errors of any class.
 
     folder: that of definitions and workloads, in which their tensors are.
     documents: name of a definition -> the definition.
@@ -707,7 +721,8 @@ def _load_workload(
     file: for messages.  read: `Definition.read`.
 
     Raises ValueError for tensors that do not have the shapes and dtypes of the definition, or that
-    are outside of the folder, and errors of any class for damaged files.
+    are outside of the folder, MissingCapabilityError if main memory cannot hold those that are
+    drawn, and errors of any class for damaged files.
     """
     values: Document = {}
     sizes = _sizes(document, workload)
@@ -735,8 +750,8 @@ def _load_workload(
 
 def _drawn(uuid: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Random numbers ~ N(0, 1) for the input `name` of a workload.  They depend on the workload's
-    `uuid`, on the name and on the shape only.  Rows of q and k have length 1, so that states stay
-    finite.
+    `uuid`, on the name and on the shape only, but for their rounding to `dtype`.  Rows of q and k
+    have length 1, so that states stay finite.  Raises ValueError for integers.
     """
     if not dtype.is_floating_point:
         raise ValueError(f"random integers are no {name}")

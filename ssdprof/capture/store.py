@@ -71,8 +71,8 @@ def default_folder(
 
 
 def check_folder(out: Path | None, *, overwrite: bool) -> None:
-    """Raise the error of `CaptureWriter` in advance if it would refuse the folder, except for one
-    that another process writes to.
+    """Raise the error of `CaptureWriter` in advance if it would refuse the folder or cannot write
+    there.  A folder that another process writes to is not refused.
 
     out: None for the default folder.  Its name depends on the prompts' tokens, which are not known
         yet, so only whether the cache that contains it can be written is tested.
@@ -85,8 +85,8 @@ def check_folder(out: Path | None, *, overwrite: bool) -> None:
 
 def _refuse(folder: Path, *, overwrite: bool) -> None:
     """Raise BadInputError if the folder has another program's manifest; without `overwrite`, also
-    if it has a complete capture, or a manifest that is damaged or of another version.  One that may
-    not be read raises MissingCapabilityError.
+    if it has a complete capture, or a manifest that is damaged or of another version, and
+    MissingCapabilityError if it has one that may not be read.
     """
     if not is_capture(folder) or (overwrite and not is_foreign(folder)):
         return
@@ -267,8 +267,8 @@ def read_layer(
 ) -> CapturedLayer:
     """Load an entry of the manifest in `folder` to `device`.
 
-    Raises BadInputError if any byte of its file or its scalars is not what was written, and if the
-    operator does not accept the inputs.
+    Raises the errors of `_checked_tensors`, and BadInputError if the scalars are not those that
+    were written, or if the operator does not accept the inputs.
     """
     device = torch.device(device)
     tensors = _checked_tensors(folder, capture)
@@ -303,7 +303,8 @@ def read_layer(
 def _checked_tensors(folder: Path, capture: LayerCapture) -> dict[str, torch.Tensor]:
     """The tensors in the file of a call, inputs and served outputs by name.
 
-    Raises BadInputError if the file is missing, or if they are not those that were written.
+    Raises BadInputError if the file is missing, or if they are not those that were written, and
+    MissingCapabilityError if the file may not be read.
     """
     if not re.fullmatch(r"[\w.-]+\.safetensors", capture.file):
         raise BadInputError(
@@ -343,7 +344,7 @@ def _checked_tensors(folder: Path, capture: LayerCapture) -> dict[str, torch.Ten
 
 def _file_words(call: CallRef | None, seqlen: int) -> str:
     """The prompt and the call in the name of a file: "seqlen_512_chunk_003", or "seqlen_512" for a
-    prompt in one call.
+    whole prompt.
     """
     if call is None:
         return f"seqlen_{seqlen}"

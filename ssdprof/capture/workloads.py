@@ -67,7 +67,8 @@ def solve(kind: str, implementation: str, *values: Any) -> Output:
 
 
 def write_folder(captures: Path, folder: Path) -> list[str]:
-    """Write the calls of a capture.  Returns sentences on what was rounded and left out.
+    """Write the calls of a capture.  Returns a sentence on what was rounded, and if calls were left
+    out, one on these.
 
     captures: folder of a capture, which may be incomplete.
     folder: that of flashinfer-bench.  Files of the same names are replaced.
@@ -214,8 +215,8 @@ def _write_values(folder: Path, file: Path, values: Values) -> Document:
 
 
 def _largest_change(before: Tensor, after: Tensor) -> float:
-    """The largest relative change of an element.  Elements that are 0 before, or infinite after,
-    do not count.
+    """The largest relative change of an element from `before` to `after`, whose elements are in the
+    same order.  Elements that are 0 before, or infinite after, do not count.
     """
     ratio = after.double().flatten() / before.double().flatten()
     return float((ratio - 1).abs().nan_to_num(0, 0).max())

@@ -37,14 +37,17 @@ _FORMATS = {
         StateFormat(name="int8-carried", number="int8", rounding="carried", scale="row"),
     )
 }
-LEAST_RANGE, LARGEST_RANGE = 1e-20, 1e20  # limits of R in "fixed=R", the range of a fixed scale
+# limits of R in "fixed=R", the range of a fixed scale: far beyond the states of models, and such
+# that R and 448 / R, for the largest number of fp8, are normal fp32 numbers
+LEAST_RANGE, LARGEST_RANGE = 1e-20, 1e20
 
 
 def parse_state_format(text: str) -> StateFormat:
     """The format that a text names: one of `_FORMATS`, such as `int8`; one with a scale of its own,
     `int8:head` or `fp8:fixed=2`; or the user's MODULE:FUNCTION.
 
-    Raises BadInputError for another text, and for a function that cannot be imported.
+    Raises BadInputError for another text, for a scale of a format that has none, and for a function
+    that cannot be imported.
     """
     name, colon, scale = text.partition(":")
     if name not in _FORMATS:

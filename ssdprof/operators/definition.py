@@ -26,7 +26,7 @@ Values: TypeAlias = "dict[str, Tensor]"
 UNWRITTEN = "ssdprof writes no definition of it"
 
 
-def unwritten(*_: object) -> NoReturn:
+def unwritten(*_: object, **__: object) -> NoReturn:
     """Stands for `write`, `finish` and `reference` of a kind that ssdprof only reads.  Raises
     ValueError.
     """
@@ -38,7 +38,8 @@ class Definition(Generic[I]):
     """A kind of definition: all definitions of one kind of call of an operator, which differ in the
     sizes of their axes.
 
-    name: the name of definitions of this kind, with axes in braces where the name has their sizes.
+    name: the name of definitions of this kind, with axes in braces where the name has their sizes:
+        "gdn_prefill_qk{num_q_heads}".
     tokens: the axes whose product is the number of tokens.
     sequences: the axis of sequences.
     read: (**inputs of the definition) -> the operator's inputs, packed.  Raises ValueError for
@@ -78,7 +79,7 @@ class Definition(Generic[I]):
 
 def states_in(pool: Tensor, slots: Tensor) -> Tensor:
     """Copies of the states in these slots of a pool.  Raises ValueError for a slot outside of the
-    pool, and waits for the device to find out.
+    pool, also -1; the host waits for the device to compare them.
     """
     if not bool(((slots >= 0) & (slots < len(pool))).all()):
         raise ValueError(f"slots are named outside of a pool of {len(pool)}")

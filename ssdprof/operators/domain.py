@@ -9,8 +9,8 @@ from torch import Tensor
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.operators.operator import Operator
 
-MANY = 0.1  # share of a mask's elements; a smaller share may be padding
-MOST = 0.6  # share of positions; a smaller share may be padding
+MANY = 0.1  # least share of elements outside the domain that is a fault; fewer may be padding
+MOST = 0.6  # least share of positions with only zeros that is a fault; fewer may be padding
 LONGEST_KEY = 2.0  # l2 norm of k in calls that do not normalise it; a normalised k has about 1
 
 
@@ -35,14 +35,14 @@ def doubts(operator: Operator, inputs: Inputs) -> Iterator[str]:
         share = float(is_outside.float().mean())
         if share >= MANY:
             extent = "all" if share == 1 else "many"
-            places = "heads" if is_outside.ndim == 1 else "positions"
-            yield f"{fault} in {extent} {places}: {consequence}."
+            where = "heads" if is_outside.ndim == 1 else "positions"
+            yield f"{fault} in {extent} {where}: {consequence}."
 
 
 def _faults_of_delta_rule(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
-    """Possible faults of inputs of GDN and KDA: (a clause that names the fault; a mask of the
-    elements that have it, which are in positions, or for a parameter of heads in heads; what
-    follows from it).
+    """Faults that inputs of GDN and KDA may have: (a clause that names the fault; a mask of the
+    elements that have it; what follows from it).  A mask is that of a tensor (b, l, ...), or of a
+    parameter (h).
     """
     tensors = inputs.tensors
     yield (
@@ -65,12 +65,12 @@ def _faults_of_delta_rule(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
 
 
 def _faults_of_ssd(inputs: Inputs) -> Iterator[tuple[str, Tensor, str]]:
-    """Possible faults of inputs of SSD, in the form of `_faults_of_delta_rule`."""
+    """Faults that inputs of SSD may have, in the form of `_faults_of_delta_rule`."""
     tensors = inputs.tensors
     yield (
         "A is not below 0",
         tensors["A"] >= 0,
-        "it is minus no exponential, and nothing is forgotten",
+        "it is not minus an exponential, and nothing is forgotten",
     )
     if not inputs.scalars["dt_softplus"]:
         dt = tensors["dt"].float()

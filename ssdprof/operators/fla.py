@@ -21,10 +21,11 @@ def keep_alone() -> None:
 
 
 def imported(module: str) -> ModuleType:
-    """The module of fla with this full name.
+    """The module of fla with this full name, imported with fla's calls to other libraries turned
+    off, whatever the user has set.
 
-    Raises ImportError if fla is not installed, and if the module was imported while fla's calls to
-    other libraries were not turned off.
+    Raises ImportError if fla is not installed, and if the module is imported already and these
+    calls are not turned off.
     """
     if module in sys.modules and os.environ.get(_ALONE) != "1":
         raise ImportError(

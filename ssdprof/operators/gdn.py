@@ -78,7 +78,8 @@ def recorded(
     without g nothing is forgotten, and without beta it is 1.  States are (sequences, HV, V, K), or
     with state_indices a pool, (slots, HV, V, K).
 
-    Raises ValueError if g is no decay, and for a slot outside of the pool.
+    Raises ValueError if g is no decay, for a slot outside of the pool, and for tensors that do not
+    fit each other.
     """
     slots = arguments.get("state_indices")
     decay = arguments.get("g")
@@ -109,7 +110,7 @@ def recorded(
 
 
 def gate_bytes(item: int, _sizes: Mapping[str, int]) -> int:
-    """`CallBinding.gate_bytes`: beta has `item` bytes, a number of the model, and g is in fp32."""
+    """`CallBinding.gate_bytes`: a beta in the model's dtype, and a g in fp32."""
     return item + 4
 
 

@@ -35,6 +35,8 @@ def read(
     state: (n, HV, V, K).
     a, b (..., HV): raw gates.  g is -exp(A_log) softplus(a + dt_bias), and beta is sigmoid(b).
     scale: factor of q; 0 stands for the default.
+
+    Raises ValueError for tensors that do not fit each other.
     """
     if cu_seqlens is None:
         cu_seqlens = torch.arange(len(q) + 1, device=q.device) * q.shape[1]
@@ -64,6 +66,8 @@ def read_verified(
 
     Each sequence begins with the state in its slot of the pool `initial_state`.  The buffer, to
     which a kernel writes states, is ignored.  others: inputs that `read` takes.
+
+    Raises ValueError as `read` does, and for a slot outside of the pool.
     """
     return read(state=states_in(initial_state, initial_state_indices), **others)
 
@@ -106,7 +110,7 @@ def write_step(inputs: GDNInputs) -> Values:
     has one token.
     """
     if any(span.length != 1 for span in spans_of(inputs)):
-        raise ValueError("a sequence has not just one token")
+        raise ValueError("a sequence has no token, or several")
     values = write(inputs)
     for name in PER_TOKEN:
         values[name] = values[name][:, None]
@@ -164,7 +168,7 @@ def gated_delta_rule(
 
 
 def _axes(*tokens: str, sequences: str, **packed: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """`Definition.inputs`.
+    """`Definition.inputs`: the name of each input -> its axes.
 
     tokens: the axes of tokens.  sequences: the axis of sequences.  packed: further inputs that only
     definitions of packed sequences have, with their axes.
@@ -205,6 +209,6 @@ _STEP = replace(
     write=write_step,
 )
 _VERIFIED = replace(_STEP, name=f"gdn_mtp{_SIZES}", read=read_verified, write=unwritten)
-# A call is written as the first kind that can be written and fits it.  If none does, the user reads
-# the reason of the last one.
+# A captured call is written as the first of these kinds whose `write` takes it.  If none does, the
+# user reads why the last one does not.
 DEFINITIONS = (_VERIFIED, _STEP, _PREFILL)

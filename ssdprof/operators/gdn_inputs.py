@@ -58,9 +58,9 @@ def draw(
     """Random inputs: q, k, v ~ N(0, 1), with q and k normalised inside the call; g from `gates`;
     beta = sigmoid(N(0, 1)) times its largest value in the model.
 
-    As "views", q, k and v are slices of one tensor, as a model passes them.  Packed sequences,
-    decode steps and sequences on a pool have initial states ~ N(0, 1), too.  `WAYS` says what
-    `cell.ways` changes.
+    As "views", q, k and v are slices of one tensor, as a model passes them; g and beta are
+    contiguous in every layout.  Packed sequences, decode steps and sequences on a pool have initial
+    states ~ N(0, 1), too.  `WAYS` says what `cell.ways` changes.
 
     kind: the type of the inputs in `ssdprof.kernels`.
     gates: (cell, generator) -> g.
@@ -105,7 +105,7 @@ def draw(
 
 def edges(like: GDNInputs, draw: Draw = draw) -> list[list[EdgeInputs[GDNInputs]]]:
     """`InputGenerator.edges`: `_forms` for each of `generate.EDGES`, then a kind with one entry,
-    whose q and k are short and not normalised, and whose scale is another.
+    whose q and k are short and not normalised, and whose scale is not the default.
 
     draw: draws inputs of a cell.
     """
@@ -116,9 +116,9 @@ def edges(like: GDNInputs, draw: Draw = draw) -> list[list[EdgeInputs[GDNInputs]
 
 
 def _forms(like: GDNInputs, lengths: generate.Lengths, draw: Draw) -> list[EdgeInputs[GDNInputs]]:
-    """The edge inputs of one kind: K = V, initial states, and `FIRST_TRAITS` or `OTHER_TRAITS`;
-    without these traits; the same with V of `like`; and these without initial states.  All have
-    `TINY_KEYS`, K of `like`, 2 key heads and 6 value heads.
+    """The edge inputs of one kind: K = V, initial states, `FIRST_TRAITS` or `OTHER_TRAITS`, and
+    `generate.traits_of`; without these traits; the same with V of `like`; and these without initial
+    states.  All have `TINY_KEYS`, K of `like`, 2 key heads and 6 value heads.
     """
     key_dim = like.q.shape[3]
     special = FIRST_TRAITS if lengths == generate.INCOMPLETE_CHUNKS else OTHER_TRAITS
@@ -135,7 +135,7 @@ def _forms(like: GDNInputs, lengths: generate.Lengths, draw: Draw) -> list[EdgeI
 
 
 def tiny_keys(inputs: GDNInputs) -> None:
-    """q and k of every fifth position with squared norms of about 1e-6."""
+    """q and k of every fifth position, from position 0, with squared norms of about 1e-6."""
     for tensor in (inputs.q, inputs.k):
         tensor[:, ::5] *= 1e-3 * tensor.shape[3] ** -0.5
 
@@ -183,7 +183,9 @@ def underflowing_decays(inputs: GDNInputs) -> None:
 
 
 def long_keys(inputs: GDNInputs) -> None:
-    """q and k of every fifth position 100 times as long."""
+    """q and k of every fifth position, from position 1, 100 times as long.  These are not the tiny
+    ones of `tiny_keys`.
+    """
     for tensor in (inputs.q, inputs.k):
         tensor[:, 1::5] *= 100
 
@@ -194,8 +196,8 @@ def beta_below_0(inputs: GDNInputs) -> None:
 
 
 def in_wider_tensors(inputs: GDNInputs) -> GDNInputs:
-    """The inputs with k and g as views of wider tensors that hold NaN, so that a kernel that
-    ignores strides fails.
+    """The inputs with k and g as views of tensors twice as wide, of which the rest is NaN, so that
+    a kernel that ignores strides fails.
     """
 
     def widened(tensor: torch.Tensor) -> torch.Tensor:

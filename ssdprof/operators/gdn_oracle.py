@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from ssdprof.operators.late import deferred, lazy, rounding, torch
-from ssdprof.operators.operator import OracleSpec
+from ssdprof.operators.operator import LEAST_CHUNK, OracleSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +33,8 @@ def bytes_per_position(inputs: GDNInputs) -> int:
 
 
 def gate(inputs: GDNInputs, span: Span, chunk: int = CHUNK) -> Gate:
-    """`OracleSpec.gate`: the cumulative sum of g in each chunk, (c, h, chunk) in fp32; the padding
-    has g = 0.
+    """`OracleSpec.gate`: the cumulative sum of g in each chunk, (c, h, chunk) in fp32.  A g above 0
+    counts as 0, and one below `FORGOTTEN_LN` as that; the padding has g = 0.
     """
     g = span.of(inputs.g).float().clamp(FORGOTTEN_LN, 0)
     return rounding.Gate(exponents=rounding.running_sum(rounding.split_chunks(g, chunk)))
@@ -143,7 +143,7 @@ def inverse_of(system: Tensor, round_operand: Callable[[Tensor], Tensor]) -> Ten
 
 def _blocks_below(system: Tensor, size: int, below: int) -> Tensor:
     """Blocks of a system (..., chunk, chunk), as (..., n, size, size): those on the diagonal for
-    `below` 0; for `below` 1 the block under every second one of them.
+    `below` 0; for `below` 1 the blocks under the first, the third, ... of them.
     """
     count = system.shape[-1] // size
     blocks = system.reshape(*system.shape[:-2], count, size, count, size)
@@ -158,10 +158,9 @@ def tf32(tensor: Tensor) -> Tensor:
 # --- cost
 
 SIZE_WORDS = "{key_heads}/{value_heads} heads, K {key_dim}, V {value_dim}"
-SMALLEST_CHUNK = 16  # positions; the edge of a tensor core's tile
 
 
-def flops(sizes: Mapping[str, int], positions: int, chunk: int = SMALLEST_CHUNK) -> int:
+def flops(sizes: Mapping[str, int], positions: int, chunk: int = LEAST_CHUNK) -> int:
     """Multiplications and additions of the chunked form's matrix products for `positions` positions
     of all heads.
 

@@ -34,8 +34,8 @@ def block_of(size: int) -> int:
 
 
 def slice_fits(config: Any, inputs: GDNInputs) -> bool:
-    """Whether a slice of `config.block_v` columns of a state is no wider than V, and small enough
-    for a program's registers.
+    """Whether a slice of `config.block_v` columns of a state is no wider than V, rounded up to a
+    power of two, and small enough for a program's registers.
     """
     block_v: int = config.block_v
     if block_v > block_of(inputs.v.shape[3]):
@@ -44,8 +44,8 @@ def slice_fits(config: Any, inputs: GDNInputs) -> bool:
 
 
 def _segments(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
-    """Configurations that cut a sequence into 1 to 32 segments, as far as these are long enough.  A
-    `segment` of 0 chunks stands for the whole sequence.
+    """Configurations that cut a sequence into 1 to 32 segments, as far as these have at least
+    `_SHORTEST_SEGMENT` chunks.  A `segment` of 0 chunks stands for the whole sequence.
     """
     chunks = triton.cdiv(inputs.length, config.chunk)
     for count in _SEGMENT_COUNTS:
@@ -57,8 +57,8 @@ def _segments(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPorta
 
 
 def _chunks(config: GDNPortableConfig, inputs: GDNInputs) -> Iterator[GDNPortableConfig]:
-    """Configurations with each chunk size.  Segments keep their lengths in positions, rounded up to
-    whole chunks.
+    """Configurations with each chunk size that the dtype of the inputs allows.  Segments keep their
+    lengths in positions, rounded up to whole chunks.
     """
     sizes = [32, 64, 128]
     if inputs.q.dtype == torch.float32:
@@ -111,8 +111,8 @@ def runner(prepare: Callable[..., PreparedLaunch]) -> Callable[[Any, Precision, 
 
 
 def _for_short(config: GDNPortableConfig, inputs: GDNInputs) -> GDNPortableConfig:
-    """`Tuning.for_short`: segments are at most half of the short inputs, unless there is only one
-    segment.
+    """`Tuning.for_short`: segments are at most half of the short inputs, except that a `segment` of
+    0 stays one for the whole sequence.
     """
     chunks = triton.cdiv(TUNING.short(inputs).length, config.chunk)
     return replace(config, segment=min(config.segment, max(1, chunks // 2)))

@@ -102,8 +102,9 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """The generated inputs of one case key of a bench.
+    """Describes the generated inputs of one case key of a bench.
 
+    dtype: of the inputs that models pass in their own dtype.
     layout: "contiguous" tensors; "views" of a wide projection, as a model passes them; or
         "transposed" tensors, whose neighbouring elements are neighbouring positions.
     ways: the `InputGenerator.ways` in which the inputs differ from the default.
@@ -123,9 +124,9 @@ class Cell:
 class Library:
     """How to load another library.
 
-    load: (checkout, or None for an installed library) -> the implementation, with its version, and
-        with its precisions at the library's defaults.  Raises ImportError.
-    hint: what to do after a failed import.
+    load: (checkout, or None for an installed library) -> the implementation, with its version and
+        the precisions at which the library runs.  Raises ImportError.
+    hint: what to do after a failed import, or if the checkout is no folder.
     package: what pip installs; empty for a library that exists only as a checkout.
     repository: address of a library that exists only as a checkout; empty for an installed one.
     needs_gpu: whether its kernels run on an NVIDIA GPU only.
@@ -232,7 +233,9 @@ class EdgeInputs(Generic[I]):
         return inputs
 
     def restricted(self, accepts: Callable[[I], bool]) -> EdgeInputs[I]:
-        """The same inputs without the traits because of which they are not accepted."""
+        """The same inputs without the traits because of which they are not accepted.  If they are
+        not even accepted without traits, none is left.
+        """
         accepted = EdgeInputs(self.draw, ())
         for trait in self.traits:
             longer = EdgeInputs(self.draw, (*accepted.traits, trait))
@@ -246,7 +249,8 @@ class KnownOutputs:
     """Those outputs of one sequence that follow from the inputs in closed form, for some heads.
 
     kind: text that tells these heads from others, such as "windows of 16 tokens".
-    batch, positions (n), heads (h): indices of the outputs in `out`.
+    batch, positions (n), heads (h): indices of the outputs in `out`.  A sequence that is too short
+        has none: n is 0.
     expected: the outputs, (n, h, V) in fp64.
     """
 
@@ -277,7 +281,7 @@ class InputGenerator(Generic[I]):
     models: name of a model -> its sizes in the order of `form`, then of `others`; the first model
         is the default.
     others: other numbers from which inputs are generated -> the value if a model has none.
-    divides: two sizes of which the first must divide the second.
+    divides: names of two sizes of which the first must divide the second; None: there are none.
     largest: size -> its largest value that is measured.
     draw: (cell, device) -> random inputs with gates as in new models, the same at every call.
     edges: (inputs) -> kinds of edge inputs in the dtype of `inputs`.  A kind is a sequence of
@@ -288,8 +292,8 @@ class InputGenerator(Generic[I]):
         packed, then without initial states.  None for an operator in which the sum of a head's
         gates bounds what is left of its state, so that the amplified history suffices.
     ways: word of --draw -> what it changes in the drawn inputs.
-    chunk_sizes: usual ones of implementations that take it from the inputs; empty if the inputs
-        have none.
+    chunk_sizes: those that a bench measures by default, of implementations that take theirs from
+        the inputs; empty: a bench leaves the chunk size as `draw` sets it.
     chunks_itself: names of implementations that choose their own chunk size.
     alternatives: names of other forms of bundled implementations, which run only when a user names
         them.
@@ -332,7 +336,8 @@ class InputGenerator(Generic[I]):
         return f"{self.order}, such as {self.form.format(**first.sizes)}"
 
     def parse(self, text: str) -> Shape | None:
-        """The shape that a user writes as `form` says; None for text of another form.
+        """The shape that a user writes as `form` says, each size with up to five digits; None for
+        text of another form.
 
         Raises BadInputError for sizes that are impossible or too large.
         """
@@ -518,8 +523,8 @@ def empty(sizes: Sequence[tuple[int, ...]], cell: Cell, device: torch.device) ->
     """Uninitialised tensors (b, l, *size), one for each size, in the dtype and the layout of the
     cell.
 
-    Views are slices of one tensor.  Transposed tensors are slices of one tensor whose neighbouring
-    elements are neighbouring positions.
+    "views" are slices of one tensor.  "transposed" tensors are slices of one tensor whose
+    neighbouring elements are neighbouring positions.
     """
     rows, length, _ = extents(cell)
     new = partial(torch.empty, rows, length, dtype=dtype_named(cell.dtype), device=device)

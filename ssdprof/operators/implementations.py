@@ -62,9 +62,9 @@ def resolver(device: torch.device) -> Resolve:
     """A form of `resolve` for one device that takes the operator's name.
 
     It resolves each word once, so that a library that tunes itself keeps its configurations.  An
-    implementation that needs a GPU is unavailable on another device.  After a word with a checkout,
-    the library's name alone stands for the same.  The returned function raises what `resolve`
-    raises, and BadInputError for a second checkout of a library.
+    implementation that needs a GPU is unavailable on a CPU.  After a word with a checkout, the
+    library's name alone stands for the same.  The returned function raises what `resolve` raises,
+    and BadInputError for a second checkout of a library.
     """
     resolved: dict[tuple[str, str], Implementation] = {}
 
@@ -84,8 +84,8 @@ def resolver(device: torch.device) -> Resolve:
 
 
 def refuse_two_checkouts(words: Iterable[str]) -> None:
-    """Raises BadInputError if two different words name the same library, because reports identify
-    implementations by name.
+    """Raises BadInputError if two different words have the same name, such as "published=a" and
+    "published=b", because reports identify implementations by name.
     """
     names = [word.partition("=")[0] for word in dict.fromkeys(words)]
     for name in names:
@@ -117,8 +117,8 @@ def knows(operator: Operator, word: str) -> bool:
 
 
 def refuse_unknown(option: str, words: Iterable[str], *, besides: tuple[str, ...] = ()) -> None:
-    """Raise BadInputError for words of an option that no operator knows, and for the names in
-    `besides`, which the option does not take.
+    """Raise BadInputError for words of an option that no operator knows, and for those that name an
+    implementation in `besides`, which the option does not take.
 
     No implementation is imported: one that is known may still be missing on this machine.
     """
@@ -144,8 +144,9 @@ def resolve(operator: Operator, word: str) -> Implementation:
     precedence over entry points of the same name.
 
     An unavailable library is not an error: the result has the reason.  Raises BadInputError for an
-    unknown name; for a checkout that is missing, superfluous or no folder; and for a user's kernel
-    that cannot be imported or takes another operator's inputs.
+    unknown name; for a checkout that is missing, superfluous or no folder; for an entry point that
+    several packages register differently; and for a user's kernel that cannot be imported, takes
+    another operator's inputs or declares an unknown `operand_precision`.
     """
     return replace(_resolved(operator, word), word=word)
 
@@ -210,7 +211,7 @@ def _own(operator: Operator, name: str, reference: str) -> Implementation:
     reference: "module:function".  It is the name, unless an entry point has another name.
 
     Raises BadInputError if the function cannot be imported, or if a parameter of it is annotated
-    with another operator's inputs.
+    with the type of another operator's inputs alone; and the errors of `own_implementation`.
     """
     try:
         function = load(reference)
@@ -260,8 +261,8 @@ def entry_point(name: str) -> str:
 def load(reference: str) -> Callable[..., Any]:
     """Import a user's "module:function" and return the function.
 
-    The module may be in the current directory, and what it prints goes to stderr.  Raises
-    BadInputError if there is no such function, with the message of a failed import.
+    The module may be in the current directory, and what it prints while it is imported goes to
+    stderr.  Raises BadInputError if there is no such function, with the message of a failed import.
     """
     name, _, attribute = reference.partition(":")
     if not name or not attribute:
@@ -296,7 +297,9 @@ def load(reference: str) -> Callable[..., Any]:
 
 
 def source_files(implementations: Iterable[Implementation]) -> list[Path]:
-    """The files of the modules of those implementations that are the user's kernels."""
+    """The files of the modules of those implementations that are the user's kernels, as far as
+    these modules are imported from files.
+    """
     files = []
     for implementation in implementations:
         if implementation.kind == "own":
@@ -318,7 +321,8 @@ def own_implementation(
     operand_precision = "tf32"    it cuts the operands of matrix products to tf32
     keeps_states = True           it returns the states that `Inputs.state_every` asks for
     pools = True                  it reads initial states by `Inputs.state_indices`
-    in_place = True               it writes new states to a pool, in every call, and returns it
+    in_place = True               it writes new states to a pool, in every call, and returns it;
+                                  `in_pool` then keeps states after each token, and reads pools
     batch_invariant = True        see `Implementation`
 
     Raises BadInputError for another `operand_precision`.
@@ -353,7 +357,9 @@ def own_implementation(
 def _run_function(
     name: str, function: Callable[..., Any], inputs: Inputs, precision: kernels.Precision
 ) -> kernels.Output:
-    """The output of the user's function.  Raises TypeError if that is not a pair of tensors."""
+    """The output of the user's function.  Raises TypeError if that is not a pair of tensors, and
+    what `_call_function` raises.
+    """
     output = _call_function(name, function, inputs, precision)
     if not isinstance(output, tuple | list) or len(output) != 2:
         raise TypeError(f"{name} must return (out, final_states), not {_type(output)}")
@@ -370,7 +376,7 @@ def _call_function(
     there.
 
     Raises RuntimeError in place of what is no Exception, such as SystemExit, because that would end
-    ssdprof.  A Ctrl-C of the user, and what ssdprof itself raises, pass as they are.
+    ssdprof.  Exceptions, a Ctrl-C of the user, and what ssdprof itself raises pass as they are.
     """
     index = inputs.device.index
     options = {"precision": precision} if "precision" in _parameters(function) else {}

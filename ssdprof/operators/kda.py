@@ -27,17 +27,18 @@ STAGES = Stages.of("kda")
 
 
 def gate_bytes(item: int, sizes: Mapping[str, int]) -> int:
-    """`CallBinding.gate_bytes`: beta has `item` bytes, a number of the model, and each of g's
-    channels is in fp32.
+    """`CallBinding.gate_bytes`: a beta in the model's dtype, and a g in fp32 for each channel, also
+    for models whose g is in their own dtype.
     """
     return item + 4 * sizes["key_dim"]
 
 
+bind = partial(gdn.bind, kind="KDAInputs")  # a call for a prompt, or for a step
 BINDING: CallBinding[kernels.KDAInputs] = CallBinding(
     function="chunk_kimi_delta_attention",
     step="recurrent_kimi_delta_attention",
-    bind=partial(gdn.bind, kind="KDAInputs"),
-    bind_step=partial(gdn.bind, kind="KDAInputs"),
+    bind=bind,
+    bind_step=bind,
     refused=(*gdn.BINDING.refused, "safe_gate", "lower_bound"),
     always_a_pair=True,
     views=("q", "k", "v"),

@@ -120,7 +120,8 @@ def histories(
     each number of heads; none at all if no two windows of a length fit in the longest sequence of
     `like`.
 
-    A call has at most as many kinds of windows as heads; further kinds get calls of their own.
+    A call has at most as many kinds of windows as key heads.  In the shape of `like` the longest
+    kinds are left out then; in 4,096 tokens they get calls of their own.
     """
     longest = max(span.length for span in oracle.spans_of(like))
     fitting = [window for window in WINDOWS if 2 * window <= longest]
@@ -168,7 +169,8 @@ def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[ker
     first half decays.
 
     like: has the shapes, dtypes and scale, and says whether there are initial states.
-    windows: lengths of windows in tokens, of `WINDOWS`; the key heads take them in turn.
+    windows: lengths of windows in tokens, keys of `WINDOWS`; the key heads take them in turn, and
+        those for which no head is left are ignored.
 
     x and y are unit vectors in the two halves of the channels.  They change places after every
     window.  A window has these tokens:
@@ -186,7 +188,7 @@ def turning_keys(like: kernels.GDNInputs, windows: Sequence[int]) -> History[ker
         out = scale M_i,   M_i = cos(a)^(n+1) (15/16 M_(i-1) + v_i / 16)
 
     M_(-1) is 0 without an initial state; with one, the initial state is x M_(-1)^T.  Only whole
-    windows have known outputs.
+    windows have known outputs, and a sequence without one has none.
     """
     device = like.v.device
     key_heads = like.q.shape[2]

@@ -9,7 +9,6 @@ from ssdprof.operators import gdn_oracle
 from ssdprof.operators.gdn_oracle import (
     CHUNK,
     FORGOTTEN_LN,
-    SMALLEST_CHUNK,
     chunk_size,
     in_positions,
     inverse_of,
@@ -17,7 +16,7 @@ from ssdprof.operators.gdn_oracle import (
     tf32,
 )
 from ssdprof.operators.late import deferred, lazy, rounding, torch
-from ssdprof.operators.operator import OracleSpec
+from ssdprof.operators.operator import LEAST_CHUNK, OracleSpec
 
 if TYPE_CHECKING:
     from ssdprof.kernels import KDAInputs
@@ -37,8 +36,8 @@ def bytes_per_position(inputs: KDAInputs) -> int:
 
 
 def gate(inputs: KDAInputs, span: Span, chunk: int = CHUNK) -> Gate:
-    """`OracleSpec.gate`: the cumulative sum of g in each chunk, (c, h, chunk * K) in fp32; the
-    padding has g = 0.
+    """`OracleSpec.gate`: the cumulative sum of g in each chunk, (c, h, chunk * K) in fp32.  A g
+    above 0 counts as 0, and one below `FORGOTTEN_LN` as that; the padding has g = 0.
     """
     g = span.of(inputs.g).float().clamp(FORGOTTEN_LN, 0)
     sums = rounding.running_sum(rounding.split_chunks(g, chunk).mT)
@@ -98,7 +97,7 @@ def rounded_chunks(inputs: KDAInputs, low: Rounded, span: Span, gate: Gate) -> t
 # --- cost
 
 
-def flops(sizes: Mapping[str, int], positions: int, chunk: int = SMALLEST_CHUNK) -> int:
+def flops(sizes: Mapping[str, int], positions: int, chunk: int = LEAST_CHUNK) -> int:
     """Multiplications and additions of the chunked form's matrix products for `positions` positions
     of all heads.
 

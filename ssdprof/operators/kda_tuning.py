@@ -25,7 +25,9 @@ def _committed(
 
 
 def _fits(config: KDAPortableConfig, inputs: KDAInputs) -> bool:
-    """Whether no block is wider than its dimension, and a program can hold its slice of a state."""
+    """Whether no block is wider than its dimension, rounded up to a power of two, and a program can
+    hold its slice of a state.
+    """
     largest_block_k = block_of(inputs.q.shape[3])
     if max(config.block_k, config.prep_block_k) > largest_block_k:
         return False

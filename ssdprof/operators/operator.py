@@ -59,7 +59,8 @@ class Stages:
 
     order: stages and their parts ("chunk_scan.previous") in the order of tables.
     words: name of a stage or part -> the same in plain words, where the name does not say it.
-    kernels: function name of a bundled kernel -> the implementation that launches it.
+    kernels: function name of a bundled kernel -> the implementation that launches it.  For a kernel
+        of several it is one of them: `fused` also launches the kernel of `recurrent`.
     sources: SHA-256 of a file with another library's kernels -> its entry in `stages/`.  An entry
         has `stages`: function -> its stage, or "caller" for a helper that is inlined into several
         stages; `starts`: line -> the stage that begins there, inside a function; and, unless all
@@ -134,9 +135,11 @@ class CallBinding(Generic[I]):
     bind_step: as `bind`, for a call of `step`; None: steps cannot be captured.
     recorded: name of a FlashInfer function -> a function that converts a recorded call of it:
         (arguments by name, returned tensors) -> the packed inputs, and the output, which is None if
-        the call returned no final states.  Raises ValueError or TypeError for other arguments.
-    refused: arguments of production kernels that change the result and that the inputs cannot
-        express.
+        the call returned no final states.  Raises ValueError or TypeError for arguments that the
+        inputs cannot express, and KeyError if one is missing.
+    refused: keyword arguments of production kernels that change the result and that the inputs
+        cannot express.  A call that passes one, other than None and False, is refused before
+        `bind`.
     always_a_pair: whether the function returns (out, None), and not out alone, if the caller wants
         no final states.
     views: tensors (b, l, heads, width) that a production model writes side by side, in this order.
@@ -170,7 +173,9 @@ class CallBinding(Generic[I]):
         }
 
     def activations(self, inputs: I) -> dict[str, Tensor]:
-        """The tensors that the model computed in its own dtype, by name."""
+        """The tensors (b, l, ...) that the model computed in its own dtype, that of the first of
+        `views`, by name.
+        """
         tensors = self.positional(inputs)
         dtype = tensors[self.views[0]].dtype
         return {
@@ -224,13 +229,13 @@ class OracleSpec(Generic[I]):
         return min(self.chunk_size(inputs), max(LEAST_CHUNK, 1 << (length - 1).bit_length()))
 
     def shorter_chunks(self, inputs: I) -> tuple[int, ...]:
-        """Chunk sizes besides `chunk_size` that kernels also use: a half and a quarter of it, as
-        far as they are not below `LEAST_CHUNK`, and cut the longest sequence into several chunks.
+        """Chunk sizes besides `chunk_size` that kernels also use: a half and a quarter of it, those
+        of them that are at least `LEAST_CHUNK` and less than the longest sequence, which they cut
+        into several chunks.
         """
         size = self.chunk_size(inputs)
         longest = max(span.length for span in oracle.spans_of(inputs))
-        largest = self.fitting_chunk(inputs, longest)
-        return tuple(chunk for chunk in (size // 2, size // 4) if LEAST_CHUNK <= chunk < largest)
+        return tuple(chunk for chunk in (size // 2, size // 4) if LEAST_CHUNK <= chunk < longest)
 
     def rounded(self, inputs: Inputs, precision: kernels.Precision) -> rounding.Rounded:
         """The operator with every rounding that the precision allows."""
@@ -252,10 +257,11 @@ class OracleSpec(Generic[I]):
 
     def cost(self, inputs: I) -> tuple[Dims, dict[str, int]]:
         """The sizes of a call, and its least work: `bytes_moved` and `flops`.  The bytes are those
-        of every input, read once, and of out and the fp32 final states, written once.
+        of every input, read once, and of out and the fp32 final states, written once.  Each
+        sequence reads one slot of a pool.
         """
         tensors = inputs.tensors
-        # a sequence reads one slot of a pool; which one does not matter for the bytes
+        # which slots are read does not matter for the bytes
         if "state_indices" in tensors:
             tensors[inputs.STATES] = tensors[inputs.STATES][: inputs.sequences]
         bytes_read = sum(tensor.nbytes for tensor in tensors.values())
@@ -326,23 +332,21 @@ class Operator(Generic[I]):
 
     def first_rank(self, inputs: I, ranks: int) -> I:
         """The inputs of the first of `ranks` tensor-parallel ranks, as views: the first heads with
-        their groups.  A rank has at least one group.
+        their groups.  A rank has at least one group.  `refusal` must have accepted the ranks.
         """
-
-        def first(tensor: Tensor | None, dim: int) -> Tensor | None:
-            if tensor is None:
-                return None
-            return tensor.narrow(dim, 0, max(1, tensor.shape[dim] // ranks))
-
-        return replace(
-            inputs,
-            **{name: first(getattr(inputs, name), dim) for name, dim in self.divided.items()},
-        )
+        tensors = inputs.tensors
+        parts = {
+            name: tensors[name].narrow(dim, 0, max(1, tensors[name].shape[dim] // ranks))
+            for name, dim in self.divided.items()
+            if name in tensors
+        }
+        return replace(inputs, **parts)
 
     def repeated(self, inputs: I, span: rounding.Span, count: int) -> tuple[I, rounding.Span]:
         """Inputs of the span alone in which all heads are repeated `count` times, side by side, and
         the span's place in them: the whole of row 0.  For a count of 1 both are returned as they
-        are.  For other counts, `divided` must name the dimension of heads.
+        are.  For other counts, `divided` must name every tensor with heads, and the inputs are not
+        checked: `cu_seqlens` and `state_every` are still those of the whole call.
         """
         if count == 1:
             return inputs, span
@@ -376,8 +380,8 @@ def from_call(kind: type[I], **arguments: Any) -> I:
 
 
 def pieces(inputs: I, positional: Mapping[str, Tensor]) -> list[I]:
-    """Cut the inputs into calls, each of which ends at the next positions after which
-    `inputs.state_every` asks for states.
+    """Cut inputs that ask for states on the way (`Inputs.state_every`) into calls, each of which
+    ends at the next positions after which they ask for states, or at the end.
 
     Every call has the initial states of the whole; `in_pieces` replaces them.  Packed sequences
     want a state after each token: call t has token t of every sequence that is longer than t, and
@@ -408,8 +412,8 @@ def in_pieces(
     *,
     is_cut: bool = True,
 ) -> Output:
-    """Run the calls one after the other, each from the states that the previous one left, and join
-    their outputs.  Waits for nothing on the device.
+    """Run the calls, at least one, one after the other, each from the states that the previous one
+    left, and join their outputs.  Waits for nothing on the device.
 
     If the first call begins with slots of a pool, and the implementation reads no pool, it gets
     copies of these states.
@@ -446,8 +450,10 @@ def in_pieces(
 
 def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
     """Inputs of a verification of drafted tokens: the last `count` positions of every sequence of a
-    batch, begun from the states before them, with a state after each position.  The function
-    computes these states.  The sequences are not packed.
+    batch, which ask for a state after each position.  Their initial states are those that
+    `binding.replacement` computes from the positions before them.
+
+    inputs: not packed, longer than `count`, and without `state_every`.
     """
     positional = binding.positional(inputs)
 
@@ -462,11 +468,11 @@ def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
 
 
 def computed(chunked: Callable[..., Output], inputs: Inputs) -> Output:
-    """The output of `fused`, or of `unfused` if `fused` refuses the inputs, with exact
-    intermediates and fp32 states.  For inputs on a CPU, the output of the operator's `chunked` form
-    in fp32.
+    """The output of `fused`, or of `unfused` if `fused` refuses the inputs or the operator has no
+    `fused`, with exact intermediates and fp32 states.  For inputs that are not on an NVIDIA GPU,
+    the output of the operator's `chunked` form in fp32, with out in the dtype of the values.
 
-    Raises BadInputError with the reason of each refusal if both refuse.
+    Raises BadInputError with the reason of each refusal if neither of them runs the inputs.
     """
     if inputs.device.type != "cuda":
         out, final_states = chunked(inputs, dtype=torch.float32)

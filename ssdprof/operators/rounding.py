@@ -34,9 +34,9 @@ def coarsest_rounding(
     """The largest relative error that a single rounding may make in the terms of each head, (h) in
     fp64, at most 1.
 
-    Operands, intermediates and states have the unit roundoff of their dtype.  A decay is exp of an
-    fp32 exponent of magnitude up to `largest_exponent` (h), whose absolute rounding error is the
-    decay's relative error.
+    Operands, intermediates and states have the unit roundoff of their dtype, although fp32 operands
+    may be rounded to 22 bits (`Rounded.operand`).  A decay is exp of an fp32 exponent of magnitude
+    up to `largest_exponent` (h), whose absolute rounding error is the decay's relative error.
     """
     dtypes = (input_dtype, precision.intermediate_dtype(input_dtype), precision.state_dtype)
     coarsest = max(unit_roundoff(dtype) for dtype in dtypes)
@@ -100,7 +100,7 @@ class Gate:
     @cached_property
     def decays(self) -> Tensor:
         """The decay from position j to position i of a chunk, (c, h, i, j), for one decay of a
-        head.  Where i is before j it is 1, because exponents do not rise.
+        head (not for KDA).  Where i is before j it is 1, because exponents do not rise.
         """
         return gpu_exp((self.exponents[..., :, None] - self.exponents[..., None, :]).clamp(max=0))
 
@@ -139,8 +139,8 @@ class Rounded:
         """From now on, add an independent random error of up to half a unit in the last place
         instead of each rounding of an operand and of each rounding to 16 bits.  Returns itself.
 
-        cuts: instead of a rounding to 16 bits, operands get an error of up to one unit in the last
-            place of tf32, towards zero, as if they were cut to tf32.
+        cuts: operands that would be rounded to 16 bits get an error of up to one unit in the last
+            place of tf32, towards zero, as if they were cut to tf32.  fp32 operands do not.
         """
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._cuts = cuts
@@ -150,7 +150,8 @@ class Rounded:
         """Evaluate the span, which follows the previous one or begins another sequence.
 
         Returns out (l, h, ...) in the inputs' dtype, and the state (h, ...) after the span, whose
-        numbers are those of the state dtype, in fp32.
+        numbers are those of the state dtype, in fp32.  After `perturb`, they have random errors
+        instead of a rounding to 16 bits.
         """
         if span.sequence != self._sequence:
             self._sequence = span.sequence
@@ -200,7 +201,7 @@ class Rounded:
 
         eps: the unit in the last place of 1.
         smallest: the smallest normal number of the dtype; smaller elements have its unit.  At most
-            `FLUSHED`: all elements have a unit of their own.
+            `FLUSHED`: each element has its own unit, and those below `FLUSHED` get no error.
         """
         tensor = tensor.contiguous()
         # 2 to the exponent of each element, with the element's sign

@@ -42,8 +42,9 @@ def _step_or_gathered(
     implementation: Implementation, inputs: Inputs, precision: Precision
 ) -> kernels.Output:
     """Call an implementation on a pool: `recurrent` in place if the call writes a state after every
-    token, because the implementation does not keep them, or if the implementation takes the kernel
-    of `recurrent` for such short sequences; otherwise the implementation on gathered states.
+    token, because the implementation does not return these, or if the implementation itself would
+    take the kernel of `recurrent`, as for short sequences; otherwise the implementation on gathered
+    states.
     """
     every_state = inputs.write_indices is not None and inputs.write_indices.ndim == 2
     # the plan comes last, because it takes time, and servers make this call for each token
@@ -58,8 +59,8 @@ def gathered(
     implementation: Implementation, inputs: Inputs, precision: Precision
 ) -> kernels.Output:
     """Run an implementation that takes no pool on copies of the states that the call reads, and
-    write its new states to the slots of the call.  Returns out, and the pool.  The host reads no
-    index.
+    write its new states to the slots of the call, which a sequence without tokens leaves as they
+    are.  Returns out, and the pool.  The host reads no index.
 
     Raises UnsupportedError for what the implementation refuses, such as a call that writes a state
     after every token if it does not keep these.
@@ -85,9 +86,9 @@ def in_pool(implementation: Implementation) -> Implementation:
     """The implementation with calls in place on a pool, behind an interface that takes states and
     returns new ones.  Without a `pool_run` it stays as it is.
 
-    The pool is a copy of the inputs' pool, or has copies of their states.  It is made once for
-    inputs and a precision: new states go to slots behind those that are read, so that further calls
-    find the same states.
+    The pool is in fp32.  It has copies of the slots of the inputs' pool, or of their states, which
+    are zeros if they have none.  It is made once for inputs and a precision: new states go to slots
+    behind those that are read, so that further calls find the same states.
     """
     run = pool_run(implementation)
     if run is None:
@@ -106,10 +107,12 @@ def in_pool(implementation: Implementation) -> Implementation:
         turned = from_server and not states.is_contiguous()
         in_place, new_pool, _, new_slots = pools.own_pool(inputs, turned=turned, apart=True)
         pool = new_pool().mT if turned else new_pool()
-        if inputs.cu_seqlens is not None and inputs.initial is not None and not inputs.state_every:
+        if inputs.cu_seqlens is not None and not inputs.state_every:
             # a sequence without tokens writes no slot, and its final state is its initial one
             empty = inputs.cu_seqlens.diff() == 0
-            pool[new_slots][empty] = inputs.initial[empty].float()
+            initial = in_place.initial  # zeros if the inputs have none
+            assert initial is not None
+            pool[new_slots][empty] = initial[empty]
         return replace(in_place, **{inputs.STATES: pool}), new_slots
 
     def call(inputs: Inputs, precision: Precision) -> kernels.Output:

@@ -87,13 +87,14 @@ def bind_step(
 ) -> BoundCall:
     """The call of a mixer for one token as inputs: see `CallBinding.bind_step`.
 
-    state (b, h, p, n), x (b, h, p), B and C (b, g, n).  A model repeats dt, A, D and dt_bias over
-    the channels of a head: dt (b, h, p), A (h, p, n), D and dt_bias (h, p); dt (b, h), A, D and
-    dt_bias (h) will do as well.  Such a call updates the state in place and returns only the
+    state (b, h, p, n), x and z (b, h, p), B and C (b, g, n).  A model repeats dt, A, D and dt_bias
+    over the channels of a head: dt (b, h, p), A (h, p, n), D and dt_bias (h, p); dt (b, h), A, D
+    and dt_bias (h) will do as well.  Such a call updates the state in place and returns only the
     output.  The limits of dt are not among its arguments, because a model applies them to prompts
-    only.
+    only.  Other arguments have no effect on models of transformers, and are dropped.
 
-    Raises ValueError if a repeated value differs between the channels of a head.
+    Raises ValueError if a repeated value differs between the channels of a head, or if the tensors
+    do not fit each other.
     """
     inputs = kernels.SSDInputs(
         x=x[:, None],
@@ -113,7 +114,10 @@ def bind_step(
 
 def _of_heads(name: str, tensor: Tensor, dims: int) -> Tensor:
     """The value for each head of a tensor that repeats it over the dimensions after the first
-    `dims`, as a view.  Raises ValueError if the values in these dimensions differ.
+    `dims`, as a view; the tensor itself if it has only these.  Raises ValueError if the values in
+    the other dimensions differ.
+
+    name: of the tensor, for the message.
     """
     first = tensor
     for _ in range(tensor.ndim - dims):
@@ -139,6 +143,9 @@ def read_step(
 ) -> kernels.SSDInputs:
     """Packed inputs from a definition of one decode step: each sequence has one token, and begins
     with the state in its slot of the pool `state`.
+
+    Raises ValueError as `bind_step` does, and for a slot outside of the pool, also -1, by which a
+    server marks padding.
     """
     inputs: kernels.SSDInputs
     inputs, _, _ = bind_step(
@@ -154,7 +161,7 @@ def read_step(
         dt_softplus=True,
     )
     tokens = {name: getattr(inputs, name).flatten(0, 1)[None] for name in ("x", "dt", "B", "C")}
-    return replace(inputs, **tokens, cu_seqlens=torch.arange(len(x) + 1))
+    return replace(inputs, **tokens, cu_seqlens=torch.arange(len(x) + 1, device=x.device))
 
 
 _DEFINITION = Definition(
@@ -166,7 +173,7 @@ _DEFINITION = Definition(
 
 
 def gate_bytes(item: int, _sizes: Mapping[str, int]) -> int:
-    """`CallBinding.gate_bytes`: dt is in the model's dtype."""
+    """`CallBinding.gate_bytes`: a head has one dt, in the model's dtype.  Mixers pass no z."""
     return item
 
 
@@ -192,7 +199,7 @@ _MAMBA_VERSION = deferred("ssd.adapters:mamba_ssm_version")
 
 def _mamba_ssm_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
     """The precisions of `mamba_ssm`.  It multiplies fp32 inputs in tf32, which is a relaxed
-    precision.  Some versions pass states in the dtype of the inputs only.
+    precision.  Some versions pass states from chunk to chunk in the dtype of the inputs only.
     """
     if dtype == "fp32":
         return requested_precisions(dtype, "relaxed", ("fp32",))

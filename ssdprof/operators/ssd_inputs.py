@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SLOWEST, FASTEST = -1.0, -16.0  # range of A in new models
 EDGE_LIMITS = (0.01, 5.0)  # limits of dt in edge inputs
-# added to dt_bias: dt becomes about 40 times as large, 1.5 in the mean, and a chunk's decay
+# added to dt_bias: dt becomes about 28 times as large, 1.5 in the mean, and a chunk's decay
 # underflows
 LARGE_STEP = 4.5
 USUAL_CHUNK_SIZES = (128, 256)  # usual values for unfused kernels
@@ -28,8 +28,8 @@ def draw(cell: Cell, device: torch.device) -> SSDInputs:
     inverse softplus of a log-uniform step.
 
     As "views", x, B and C are slices of one tensor, and dt is a slice of the input projection, as a
-    model passes them.  Packed sequences, decode steps and sequences on a pool have initial states
-    ~ N(0, 1), too.
+    model passes them.  As "transposed", dt is contiguous.  Packed sequences, decode steps and
+    sequences on a pool have initial states ~ N(0, 1), too.
     """
     h, p, n, g = (cell.shape.sizes[name] for name in GENERATOR.names)
     generator = torch.Generator(device).manual_seed(generate.SEED)
@@ -77,9 +77,9 @@ def edges(like: SSDInputs) -> list[list[EdgeInputs[SSDInputs]]]:
 
 
 def _forms(like: SSDInputs, lengths: generate.Lengths) -> list[EdgeInputs[SSDInputs]]:
-    """The edge inputs of one kind: P = N, two groups, initial states, and the traits `SPECIAL`;
-    without these traits; the same with P of `like` and one group; and these without initial states.
-    All have N of `like`.
+    """The edge inputs of one kind: P = N, two groups, initial states, and the traits `SPECIAL` and
+    `generate.traits_of`; without these traits; the same with P of `like` and one group; and these
+    without initial states.  All have N of `like`.
     """
     n = like.B.shape[3]
 
@@ -103,7 +103,7 @@ def large_steps(inputs: SSDInputs) -> None:
 
 
 def without_values(inputs: SSDInputs) -> None:
-    """x = 0 at four positions of head 0."""
+    """x = 0 in head 0 at positions 100 to 103, as far as a row has them."""
     inputs.x[:, 100:104, 0] = 0
 
 
@@ -120,7 +120,7 @@ def with_gate(inputs: SSDInputs) -> SSDInputs:
 
 
 def with_limits(inputs: SSDInputs) -> SSDInputs:
-    """The inputs with limits of dt; many steps are below the lower one."""
+    """The inputs with limits of dt; without them, many steps would be below the lower one."""
     return replace(inputs, dt_limit=EDGE_LIMITS)
 
 
@@ -132,7 +132,9 @@ def steps_as_they_are(inputs: SSDInputs) -> SSDInputs:
 
 
 STEPS_AS_THEY_ARE: Trait[SSDInputs] = Trait(
-    "no bias and no softplus of dt", steps_as_they_are, "dt is taken as it is, above its limit"
+    "no bias and no softplus of dt",
+    steps_as_they_are,
+    "dt is taken as it is, but is at least its limit",
 )
 SPECIAL = (
     Trait("large steps in a head", large_steps, "exp is taken of a difference of sums of dt A"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ssdprof.operators.late import deferred, rounding, torch
-from ssdprof.operators.operator import OracleSpec
+from ssdprof.operators.operator import LEAST_CHUNK, OracleSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from ssdprof.kernels import SSDInputs
     from ssdprof.operators.rounding import Gate, Rounded, Span
 
-# most rows of a chunk's scores that the rounded form computes at once, by type of the device: a
-# power of two, as chunks are
+# most rows of a chunk's scores that the rounded form computes at once, by type of the device:
+# powers of two, as chunks are, so that they divide longer chunks
 ROWS = {"cuda": 64, "cpu": 256}
 
 
 def bytes_per_position(inputs: SSDInputs) -> int:
     """`OracleSpec.bytes_per_position`: for each head, the rounded form holds about six fp32 rows of
-    chunk_size scores, and the oracle with its sums about ten fp64 rows of p + 64 + p n / 64
-    numbers, as `ssd_blocks` explains.
+    chunk_size scores, and the oracle with the comparator's sums about ten fp64 rows of p + 64 +
+    p n / 64 numbers: x, the scores of chunks of 64 positions, and their states.
     """
     h, p = inputs.x.shape[2:]
     n = inputs.B.shape[3]
@@ -39,7 +39,7 @@ def gate(inputs: SSDInputs, span: Span, chunk: int = 0) -> Gate:
 
     The last chunk is padded with dt = 0, which neither decays a state nor adds to it.
 
-    chunk: q; 0 stands for `chunk_size` of the inputs.
+    chunk: q, a power of two; 0 stands for `chunk_size`.
     """
     dt = span.of(inputs.dt).float()
     if inputs.dt_bias is not None:
@@ -136,8 +136,6 @@ def _within_chunks(low: Rounded, decays: Tensor, CB: Tensor, dt: Tensor, x: Tens
 
 # --- cost
 
-SMALLEST_CHUNK = 16  # positions; the edge of a tensor core's tile
-
 
 def words(sizes: dict[str, int]) -> str:
     """The sizes for people, such as "80 heads x 64, state 128, 1 group"."""
@@ -145,7 +143,7 @@ def words(sizes: dict[str, int]) -> str:
     return f"{sizes['nheads']} heads x {sizes['headdim']}, state {sizes['dstate']}, {groups}"
 
 
-def flops(sizes: Mapping[str, int], positions: int, chunk: int = SMALLEST_CHUNK) -> int:
+def flops(sizes: Mapping[str, int], positions: int, chunk: int = LEAST_CHUNK) -> int:
     """Multiplications and additions of the chunked form's matrix products for `positions` positions
     of all heads.
 

@@ -62,7 +62,9 @@ def _keeps_addresses(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
 
 
 def _equal_segments(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
-    """Configurations that cut a sequence into 1 to 64 segments."""
+    """Configurations that cut a sequence into 1 to 64 equal segments, as far as there are so many
+    chunks.  The last segment may be shorter.
+    """
     for count in _SEGMENT_COUNTS:
         yield _cut(config, Cut(segment=ceil_div(_hopper_chunk_count(inputs), count)))
 
@@ -76,8 +78,8 @@ def _long_first(
     *,
     recompute: bool = False,
 ) -> Iterator[SSDHopperConfig]:
-    """The configuration with `count` segments of about `length` chunks, then `shorter` segments for
-    the remaining chunks; nothing if no chunks remain.
+    """The configuration with `count` segments of about `length` chunks, then at most `shorter`
+    segments for the remaining chunks; nothing if no chunks remain, or if `length` rounds to 0.
     """
     long = round(length)
     remaining = _hopper_chunk_count(inputs) - count * long
@@ -97,7 +99,7 @@ def _long_segments_first(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator
 
 def _recomputed(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
     """Configurations in which no segment waits for another one: its first pass covers everything
-    before it.
+    before it.  None for sequences of more than `LONGEST_RECOMPUTED` chunks.
     """
     chunks = _hopper_chunk_count(inputs)
     if chunks > LONGEST_RECOMPUTED:
@@ -110,7 +112,7 @@ def _recomputed(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHoppe
 
 def _segments_nearby(config: SSDHopperConfig, inputs: SSDInputs) -> Iterator[SSDHopperConfig]:
     """Configurations with up to three segments more and fewer, and with long segments that are a
-    little longer and shorter.
+    little longer and shorter.  None for a configuration that gives programs equal shares.
     """
     if config.shares:
         return
@@ -163,16 +165,16 @@ def _chunks(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortabl
 
 
 def _slice_fits(config: SSDPortableConfig, inputs: SSDInputs) -> bool:
-    """Whether a slice of `block_p` rows of a state is no wider than p, and small enough for a
-    program's registers.
+    """Whether a slice of `block_p` rows of a state is no wider than p, rounded up to a power of two
+    of at least 16, and small enough for a program's registers.
     """
     widest = max(16, triton.next_power_of_2(inputs.x.shape[3]))
     return bool(config.block_p <= widest and config.block_p * inputs.B.shape[3] <= _LARGEST_STATE)
 
 
 def _blocks_of_n(config: SSDPortableConfig, inputs: SSDInputs) -> Iterator[SSDPortableConfig]:
-    """Configurations with smaller blocks of n.  Larger blocks are left out, because their sums are
-    longer, and less exact.
+    """Configurations with smaller blocks of n than the configuration has.  Larger ones are left
+    out, because their sums are longer, and less exact.
     """
     for block_n in (64, 128):
         if block_n < min(config.block_n, inputs.B.shape[3]):
@@ -253,7 +255,8 @@ def _for_short(config: SSDConfig, inputs: SSDInputs) -> SSDConfig:
         return replace(
             config, segment=_hopper_chunk_count(TUNING.short(inputs)), long_count=0, long_segment=0
         )
-    # long segments take at most half of the short inputs, of 16 chunks, and others 5 chunks each
+    # the short inputs have at least 16 chunks, or are the whole: long segments take at most half of
+    # these 16, and others 5 chunks each
     half = CHECKED_POSITIONS // HOPPER_CHUNK // 2
     longest = max(1, half // (config.long_count or 1))
     return replace(

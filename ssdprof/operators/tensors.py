@@ -37,7 +37,9 @@ def dtype_named(name: StoredDType) -> torch.dtype:
 
 
 def stored_dtype_name(dtype: torch.dtype) -> StoredDType:
-    """The same as `dtype_name`, also for int32 and int64, the dtypes of `cu_seqlens`."""
+    """The same as `dtype_name`, also for int32 and int64, the dtypes of `cu_seqlens` and of slots.
+    Raises KeyError for a dtype without a name.
+    """
     return _NAMES[str(dtype)]
 
 

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from ssdprof.kernels.inputs import Inputs
 
 # Positions of the beginning of a sequence on which a candidate is verified first, to which `short`
-# adds the remainder of the whole length by CALL_CHUNK
+# adds the remainder of the whole length by LARGEST_CHUNK.  That is the largest chunk of any
+# candidate, in positions; the others divide it.
 CHECKED_POSITIONS = 1024
-CALL_CHUNK = 64
+LARGEST_CHUNK = 128
 PowerOfTwo = Literal[16, 32, 64, 128, 256]
 Warps = Literal[1, 2, 4, 8, 16]
 Config = Any  # a frozen dataclass with a field `reason`; hashable
@@ -102,11 +103,11 @@ class Tuning:
     def short(self, inputs: I) -> I:
         """The beginning of each sequence of a batch, on which a candidate is verified first.  The
         same compiled kernels run it: its last chunk is incomplete if that of the whole sequence is.
-        Inputs of at most that length stay whole.
+        Inputs of at most that length stay whole.  They must not be packed.
         """
         positional = operators.get(self.operator).binding.positional(inputs)
         length = inputs.length
-        short = min(length, CHECKED_POSITIONS + length % CALL_CHUNK)
+        short = min(length, CHECKED_POSITIONS + length % LARGEST_CHUNK)
         return replace(inputs, **{name: tensor[:, :short] for name, tensor in positional.items()})
 
     def calls(self, inputs: Inputs, intermediates: Intermediates, kernel: str) -> TunedCalls:
@@ -150,7 +151,7 @@ class Tuning:
 
 
 def key_of(gpu: str, calls: TunedCalls) -> CallKey:
-    """The inverse of `Tuning.calls`, for a GPU of this name."""
+    """The inverse of `Tuning.calls`, for a GPU of this name: the key of these calls."""
     sizes: dict[str, Any] = dict(calls)
     sizes |= {"dtype": dtype_named(sizes["dtype"]), "exact": sizes.pop("intermediates") == "exact"}
     return key_of_calls(gpu=gpu, **sizes)

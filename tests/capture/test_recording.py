@@ -330,11 +330,11 @@ def test_layers_of_two_operators_differ_even_if_their_names_do_not(tmp_path, nam
         length = 9 + number // 3
         call = {"operator": operator, "source": "mine", "layer": name}
         tensors = gdn_call(length) if operator == "gdn" else ssd_call(length)
-        file = folder / f"1_{number:06d}.safetensors"
+        file = folder / f"1_{number + 7}.safetensors"  # 10 comes after 9
         save_file(tensors, file, {"call": json.dumps(call)})
     recorded = open_recording(folder, "safetensors")
-    layers = [(layer.index, layer.operator) for layer in recorded.ref.layers]
-    assert layers == expected
+    assert recorded.passes[-1][0][1].shape == (10, 1)
+    assert [(layer.index, layer.operator) for layer in recorded.ref.layers] == expected
     for layer in recorded.layers():
         assert layer.inputs.operator == layer.layer.operator
 
@@ -383,6 +383,7 @@ def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path
         (described("[]"), "recording.json cannot be used"),
         (described('{"operator": "mamba"}'), "there is no operator 'mamba'"),
         (described('{"operator": "gdn", "arguments": {"chunk": 1}}'), "'chunk'"),
+        (described('{"operator": "gdn", "arguments": 1}'), "recording.json cannot be used"),
         (described('{"operator": "gdn", "arguments": {"scale": NaN}}'), "scale is nan"),
         (
             lambda folder: truncated(folder / "9_000001.safetensors"),

@@ -179,9 +179,9 @@ def test_no_portable_candidate_has_rows_whose_addresses_ptxas_loses(
 
 
 def test_a_gdn_candidate_that_cuts_is_first_judged_on_a_cut_sequence():
-    inputs = gdn_inputs(4100)
+    inputs = gdn_inputs(4164)
     short = GDN.short(inputs)
-    assert short.length == 1024 + 4100 % 64
+    assert short.length == 1024 + 4164 % 128
     cut = replace(gdn_fused.committed_portable(inputs), chunk=64, segment=32)
     assert 0 < GDN.for_short(cut, inputs).segment < short.length / 64
     assert GDN.for_short(replace(cut, segment=0), inputs).segment == 0

@@ -37,8 +37,7 @@ def step(operator: str = "gdn", **tokens):
 
 def good(inputs) -> Output:
     """The oracle, on gathered states."""
-    reference = kernels.get(inputs.operator, "reference")
-    return gathered(reference, inputs, kernels.Precision())
+    return gathered(kernels.get(inputs.operator, "reference"), inputs, Precision())
 
 
 def working_in_place(kernel: Kernel, operator: str = "gdn"):
@@ -49,10 +48,13 @@ def working_in_place(kernel: Kernel, operator: str = "gdn"):
 
 
 def trial(implementation: Implementation, inputs: Any = None) -> Trial:
-    given = step() if inputs is None else inputs
-    isolated = IsolatedFirstCall()
     return probes._trial(
-        implementation, given, Precision(), isolated, by_every_law=True, interpreted=True
+        implementation,
+        inputs or step(),
+        Precision(),
+        IsolatedFirstCall(),
+        by_every_law=True,
+        interpreted=True,
     )
 
 
@@ -112,15 +114,13 @@ def advancing_the_slot_before_the_first(inputs) -> Output:
 
 def writing_between_slots(inputs) -> Output:
     out, pool = good(inputs)
-    stride = (pool.stride(0), 1)
-    pool.as_strided((len(pool), pool[0].numel() + 1), stride)[3, -1] = 0
+    pool.as_strided((len(pool), pool[0].numel() + 1), (pool.stride(0), 1))[3, -1] = 0
     return out, pool
 
 
 def clearing_slots_without_tokens(inputs) -> Output:
     out, pool = good(inputs)
-    lengths = inputs.cu_seqlens.diff()
-    for slot, length in zip(reads(inputs), lengths, strict=True):
+    for slot, length in zip(reads(inputs), inputs.cu_seqlens.diff(), strict=True):
         if not length:
             pool[slot] = 0
     return out, pool
@@ -432,10 +432,11 @@ def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch):
     def kernel(inputs) -> Output:
         return beginning_with_what_the_slot_holds(inputs) if -1 in reads(inputs) else good(inputs)
 
-    one = working_in_place(kernel)
+    own = working_in_place(kernel)
     prober = Prober(IsolatedFirstCall())
-    several = (step(), step(), step(sequences=3))
-    found = [prober.probe(one, inputs, Precision()) for inputs in several]
+    found = [
+        prober.probe(own, inputs, Precision()) for inputs in (step(), step(), step(sequences=3))
+    ]
     between = [
         [probe.holds for probe in of_call if probe.name == BETWEEN_CALLS + law] for of_call in found
     ]
@@ -459,14 +460,13 @@ def test_a_call_without_a_pool_runs_on_one_of_its_own():
         before = inputs.initial_state.clone()
         for _ in range(2):
             for ours, expected in zip(
-                one.run(inputs, kernels.Precision()),
-                kernels.get("gdn", "reference").run(
-                    inputs.after(inputs.initial), kernels.Precision()
-                ),
+                one.run(inputs, Precision()),
+                kernels.get("gdn", "reference").run(inputs.after(inputs.initial), Precision()),
                 strict=True,
             ):
                 assert torch.equal(ours, expected)
         assert torch.equal(inputs.initial_state.nan_to_num(), before.nan_to_num())
+    assert not one.run(with_an_empty_sequence.after(None), Precision()).final_states[1].any()
 
 
 @pytest.mark.parametrize("operator", SHAPES)
