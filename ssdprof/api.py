@@ -136,7 +136,7 @@ def load(where: str | os.PathLike[str] | None = None) -> Results:
 
     Raises BadInputError if there is none, or if it cannot be read.
     """
-    kinds = () if where else reports.KINDS
+    kinds = reports.KINDS if where is None else ()
     path, report = reports.load(None if where is None else Path(where), *kinds)
     return Results(report, path)
 
@@ -282,18 +282,21 @@ def compare(
     inputs: `ssdprof.kernels.SSDInputs`, or the inputs of another operator; the docstrings of these
         classes have the shapes and dtypes.  The tensors are on the GPU if there is one, otherwise
         on the CPU.
-    implementations: names as in `--impl`, or functions (inputs) -> (out, final_states), whose
-        tensors have the shapes and dtypes in docs/your-own-kernel.md.  A function runs in this
-        process, so if it crashes, this process ends.
+    implementations: at least one: names as in `--impl`, or functions
+        (inputs) -> (out, final_states), whose tensors have the shapes and dtypes in
+        docs/your-own-kernel.md.  A function runs in this process, so if it crashes, this process
+        ends.
     baseline: the implementation that the others are compared with, at exact intermediates and the
         same states.
     dtypes, states, smallest_difference, laws: as the options of `ssdprof run`.
     watcher: receives the progress; by default it is shown on stderr.
 
-    Raises BadInputError for an unknown name or option, for a function with another one's name, and
-    for tensors on the CPU of a machine with a GPU; MissingCapabilityError for an implementation
-    that is unavailable, and for more tokens than the interpreter takes.
+    Raises BadInputError for an argument of another type, for an unknown name or option, for a
+    function with another one's name, and for tensors that are not where kernels run;
+    MissingCapabilityError for an implementation that is unavailable, if Triton cannot compile
+    kernels here, and for more tokens than the interpreter takes.
     """
+    _check_types(inputs, implementations)
     operator = operators.get(inputs.operator)
     device = limits.device()
     if inputs.device.type != device.type:
@@ -303,11 +306,12 @@ def compare(
     dims = operator.oracle.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
     # refuses what `ssdprof run` refuses; there is no model
-    options.parsed(options.RunOptions, ["", "--dtypes", dtypes, "--laws", laws])
+    options.parsed(options.RunOptions, ["", "--dtypes", str(dtypes), "--laws", str(laws)])
     if states is not None:
-        states = reading.parse_states(states if isinstance(states, str) else ",".join(states))
+        words = map(str, states) if isinstance(states, list | tuple) else [str(states)]
+        states = reading.parse_states(",".join(words))
     resolve = resolver(device)
-    baseline_implementation = required(resolve(operator.name, baseline))
+    baseline_implementation = required(resolve(operator.name, str(baseline)))
     compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
     _refuse_same_names([baseline_implementation, *compared])
     precisions = requested_precisions(dims.dtype, dtypes, states)
@@ -325,6 +329,22 @@ def compare(
         on_layer(CapturedLayer(layer=layer, inputs=inputs))
     writer.update(complete=True)
     return Results(writer.report)
+
+
+def _check_types(inputs: object, implementations: object) -> None:
+    """Raise BadInputError, which names the argument of `compare`, for inputs that are those of no
+    operator, and for implementations that are no list or tuple, or an empty one.
+    """
+    if not isinstance(inputs, Inputs):
+        raise BadInputError(
+            f"inputs is {type(inputs).__name__!r}, not the inputs of an operator.",
+            "Give an object of ssdprof.kernels.SSDInputs, GDNInputs or KDAInputs.",
+        )
+    if not isinstance(implementations, list | tuple) or not implementations:
+        raise BadInputError(
+            "implementations must be a list with at least one name or function.",
+            'Give such a list: ["fused"], or [my_kernel].',
+        )
 
 
 def _unstored_writer(
@@ -352,16 +372,26 @@ def _unstored_writer(
 
 
 def _implementation(operator: Operator, resolve: Resolve, kernel: str | Kernel) -> Implementation:
-    """The implementation of a name, or of a user's function."""
+    """The implementation of a name, or of a user's function.
+
+    Raises BadInputError if `kernel` is neither, and what `Resolve`, `required` and
+    `own_implementation` raise.
+    """
     if isinstance(kernel, str):
         return required(resolve(operator.name, kernel))
+    if not callable(kernel):
+        raise BadInputError(
+            f"implementations has {type(kernel).__name__!r}, neither a name nor a function.",
+            "Give a name as in --impl, or a function of the inputs.",
+        )
     name = getattr(kernel, "__name__", type(kernel).__name__)
     return own_implementation(operator, name, kernel)
 
 
 def _refuse_same_names(implementations: Iterable[Implementation]) -> None:
-    """BadInputError for two different implementations of one name, because only one of the two
-    would be compared.
+    """BadInputError for two implementations of one name, because only one of the two would be
+    compared.  A name that is given twice is one implementation; a function that is given twice is
+    two.
     """
     by_name: dict[str, Implementation] = {}
     for implementation in implementations:
