@@ -96,7 +96,7 @@ class Model:
                 f"{self.adapter} of {self.source.label} is not applied: these are the layers of "
                 "the model without its adapter."
             )
-        if self.weights.shards and SINGLE in self.weights.outside_index():
+        if SINGLE in self.weights.outside_index():
             yield (
                 f"{SINGLE} of {self.source.label} is not read: {INDEX} places the weights in "
                 f"{words(self.part(None).files)}."
