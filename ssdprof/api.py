@@ -117,14 +117,14 @@ class Results:
         return target
 
     def __repr__(self) -> str:
-        """The report as the command prints it that makes it, without colours."""
+        """The report as the command that makes it prints it, without colours."""
         console = Console(file=io.StringIO(), width=100, color_system=None)
         with console.capture() as text:
             console.print(brief.shown(self.report))
         return "\n".join(line.rstrip() for line in text.get().splitlines())
 
     def _repr_html_(self) -> str:
-        """The report's page, in a frame into which the style of the notebook does not reach."""
+        """The report's HTML page, in a frame that the notebook's style does not change."""
         return _FRAME.format(text_html.escape(exported("html", self.path, self.report)))
 
 
@@ -150,7 +150,7 @@ def run(model: str, *, watcher: Watcher | None = None, **settings: object) -> Re
 
     settings: the options of `ssdprof run`.  watcher: receives the progress; None to show nothing.
 
-    Raises SsdprofError where the command ends with an exit code above 1.
+    Raises SsdprofError where the command ends with the exit code 2, 3 or 4.
     """
     return _called(options.RunOptions, target.run, run_job.run, model, watcher, settings)
 
@@ -228,7 +228,7 @@ def _words(flag: str, value: object) -> Iterator[str]:
     """The words of an option on the command line.
 
     value: True for an option without a value; None and False leave the option out.  The items of a
-        list are separated by commas, except for `--gate`, which is repeated.
+        list or tuple are separated by commas, except for `--gate`, which is repeated.
     """
     if value is True:
         yield flag

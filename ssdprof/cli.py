@@ -54,16 +54,16 @@ class Commands(TyperGroup):
     """The group of all commands.  It turns errors that a user can cause into lines on stderr and an
     exit code.
 
-    of_main: whether this process was started as `ssdprof`, so that it may fork.
+    of_main: whether `main` runs in this process, which then may fork.
     """
 
     of_main = False
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command, and end with its exit code.
+        """Run a command.  Returns its result, or ends with an exit code if it fails.
 
-        If all ranks have the same error, only the first one reports it.  An error that is a defect
-        in ssdprof is raised.
+        If all ranks have the same error, only the first one reports it.  Errors of usage, which
+        click reports, and errors that are a defect in ssdprof are raised.
         """
         try:
             terminal.check_working_directory()
@@ -101,7 +101,7 @@ def _ranks() -> ModuleType:
 
 
 def _expected(error: OSError) -> SsdprofError | None:
-    """The error that is shown for one of the operating system that no stage handled; None if that
+    """The error that is shown in place of an OSError that nothing has handled; None if the OSError
     is a defect in ssdprof.
     """
     is_of_path = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -207,7 +207,7 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
         """Run the command.
 
         If it calls the user's own kernels, it runs in a child process, because they may end the
-        process.
+        process.  Only a process that was started by `main` forks.
         """
         command_options = kind(**values)
         if hasattr(command_options, "command"):
