@@ -143,13 +143,14 @@ def _secrets() -> dict[str, str]:
     """
     values = {name.upper(): value for name, value in os.environ.items()}
     addresses = [values[name] for name in _ADDRESSES if name in values]
-    addresses += [word for word in sys.argv[1:] if "://" in word or ":" in word.rpartition("@")[0]]
+    # http://user@host, user:password@host
+    addresses += [word for word in sys.argv[1:] if re.search(r"://[^/]*@|:(?!//).*@", word)]
     users = [address.rpartition("://")[2].rpartition("@")[0] for address in addresses]
     users += [quote(user, safe=":") for user in users]
     tokens = [values[name] for name in _TOKENS if len(values.get(name, "")) >= _SHORTEST_TOKEN]
     # a library may show a user and a password without the host
     passwords = [user for user in users if ":" in user]
-    in_addresses = {f"{user}@": "...@" for user in users if user and "/" not in user}
+    in_addresses = {f"{user}@": "...@" for user in users if user}
     return in_addresses | dict.fromkeys((*passwords, *tokens), "...")
 
 

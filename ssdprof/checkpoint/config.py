@@ -136,7 +136,7 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
     Raises BadInputError if a file is no JSON object, if the model type is missing or no text, or if
     its recurrent layers are known to be another operator, for more layers or experts than any model
     has, for limits of time steps that no run can have, and for an original format that transformers
-    lacks. Raises MissingCapabilityError if the user may not read a file.
+    lacks.  Raises MissingCapabilityError if the user may not read a file.
     """
     stored = read_object(file, where, fetch_again(file))
     original = "ssm_cfg" in stored and "model_type" not in stored

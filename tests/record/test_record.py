@@ -428,7 +428,7 @@ def test_gates_are_activated_for_calls_that_are_stored(chunked: Chunked, capfd, 
         function(**arguments(), use_beta_sigmoid_in_kernel=True)
     assert stored() == len(threads) == 2 * stops
     assert {*threads} <= {"ssdprof-record"}
-    assert ("ssdprof: Recording has ended: as many" in capfd.readouterr().err) is stops
+    assert ("ssdprof: Recording has ended: as much" in capfd.readouterr().err) is stops
 
 
 def test_a_transposed_state_is_outside_the_budget(chunked: Chunked, capfd):
