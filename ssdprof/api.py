@@ -12,7 +12,7 @@ import html as text_html
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -62,6 +62,7 @@ _COMMAND_ONLY = ("json", "full", "dry_run", "prefill", "stalls")
 _FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
+@dataclass(eq=False)
 class Results:
     """A report.  A notebook shows it as a page, and `print` as its command does.
 
@@ -70,9 +71,8 @@ class Results:
         given tensors.
     """
 
-    def __init__(self, report: Report, path: Path | None = None) -> None:
-        self.report = report
-        self.path = path
+    report: Report
+    path: Path | None = None
 
     @property
     def passed(self) -> bool:
@@ -137,7 +137,7 @@ def load(where: str | os.PathLike[str] | None = None) -> Results:
     Raises BadInputError if there is none, or if it cannot be read.
     """
     kinds = reports.KINDS if where is None else ()
-    path, report = reports.load(None if where is None else Path(where), *kinds)
+    path, report = reports.load(where, *kinds)
     return Results(report, path)
 
 
@@ -306,7 +306,8 @@ def compare(
     dims = operator.oracle.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
     # refuses what `ssdprof run` refuses; there is no model
-    options.parsed(options.RunOptions, ["", "--dtypes", str(dtypes), "--laws", str(laws)])
+    line = ["", "--dtypes", str(dtypes), "--laws", str(laws)]
+    given = options.parsed(options.RunOptions, line)
     if states is not None:
         words = map(str, states) if isinstance(states, list | tuple) else [str(states)]
         states = reading.parse_states(",".join(words))
@@ -316,11 +317,10 @@ def compare(
     _refuse_same_names([baseline_implementation, *compared])
     precisions = requested_precisions(dims.dtype, dtypes, states)
     plans = planned(compared, baseline_implementation, precisions, dims.dtype)
-    run_options = options.RunOptions(
-        model="",
+    run_options = replace(
+        given,
         baseline=baseline_implementation.name,
         smallest_difference=parse_percent("smallest_difference", smallest_difference),
-        laws=laws,
     )
     writer = _unstored_writer(run_options, dims, plans)
     replay = Replay(writer, run_options, lambda *_: plans, None, watcher or LineWatcher(levels=2))

@@ -77,7 +77,7 @@ class Commands(TyperGroup):
             raise
         except SsdprofError as error:
             if not _ranks().first_tells():
-                _complain(error.message, error.hint)
+                _complain(error)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as interrupt:
             if not _ranks().follows():
@@ -91,7 +91,7 @@ class Commands(TyperGroup):
             if expected is None:
                 raise
             terminal.drop_output()  # otherwise the last flush would fail again
-            _complain(expected.message, expected.hint)
+            _complain(expected)
             ctx.exit(expected.exit_code)
 
 
@@ -271,11 +271,11 @@ def main() -> None:
     except SystemExit as ended:
         code = ended.code or 0
     except SsdprofError as error:  # raised by `terminal.prepare`
-        _complain(error.message, error.hint)
+        _complain(error)
         code = error.exit_code
     except Exception as error:
         if failed := failed_import(error):
-            _complain(failed.message, failed.hint)
+            _complain(failed)
             code = failed.exit_code
         else:
             _line("internal error", f"{type(error).__name__}: {error}", "red")
@@ -323,11 +323,11 @@ def _forget_interrupt() -> None:
     exec("")
 
 
-def _complain(message: str, hint: str) -> None:
-    """Print an error and its hint on stderr."""
-    _line("error", message, "red")
-    if hint:
-        _line("hint", hint, "cyan")
+def _complain(error: SsdprofError) -> None:
+    """Print an error, and its hint if it has one, on stderr."""
+    _line("error", error.message, "red")
+    if error.hint:
+        _line("hint", error.hint, "cyan")
 
 
 def _line(label: str, text: str, color: str) -> None:

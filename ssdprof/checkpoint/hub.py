@@ -378,9 +378,10 @@ class HubRepo(Source):
                 if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
                     raise  # the hub answers, and refuses the request
                 self.complete = False
-                cached = [path for path in self.folder.rglob("*") if path.is_file()]
                 return {
-                    path.relative_to(self.folder).as_posix(): path.stat().st_size for path in cached
+                    path.relative_to(self.folder).as_posix(): path.stat().st_size
+                    for path in self.folder.rglob("*")
+                    if path.is_file()
                 }
         return {file.rfilename: file.size or 0 for file in info.siblings or ()}
 

@@ -89,12 +89,13 @@ def _kinds_of_layers(model: nn.Module) -> list[str]:
     """The class names of the modules directly in the model's layers, such as layers.3.mlp, without
     those that have no weight matrix.  Each name is listed once.
     """
-    kinds: dict[str, None] = {}
-    for name, module in model.named_modules():
-        is_in_a_layer = re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)
-        if is_in_a_layer and any(parameter.ndim > 1 for parameter in module.parameters()):
-            kinds[type(module).__name__] = None
-    return list(kinds)
+    kinds = [
+        type(module).__name__
+        for name, module in model.named_modules()
+        if re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)
+        and any(parameter.ndim > 1 for parameter in module.parameters())
+    ]
+    return list(dict.fromkeys(kinds))
 
 
 def is_attention(module: nn.Module) -> bool:

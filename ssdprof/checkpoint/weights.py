@@ -147,7 +147,7 @@ class Weights:
         """
         if self.pickled:
             return True
-        files = {self.single} if self.shards is None else set(self.shards.values())
+        files = {self.single} if self.single else set((self.shards or {}).values())
         headers = map(self.source.header, sorted(files))
         return any(tensor.dtype not in FLOATS for header in headers for tensor in header.values())
 

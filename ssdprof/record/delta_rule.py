@@ -57,13 +57,16 @@ def bind(per_channel: bool, step: bool, arguments: Arguments) -> FunctionCall | 
         "cu_seqlens": states.cu_seqlens,
         "state_every": int(states.after_each_token),
     }
-    weights = {name: arguments.get(name) for name in ("A_log", "dt_bias")}
     return FunctionCall(
         inputs=inputs,
         result=partial(states.result, arguments, v),
         slots=states.slots_read,
         copied=states.copied,
-        weights={name: weight for name, weight in weights.items() if weight is not None},
+        weights={
+            name: arguments[name]
+            for name in ("A_log", "dt_bias")
+            if arguments.get(name) is not None
+        },
         activate=_activation(arguments, per_channel),
     )
 

@@ -43,7 +43,7 @@ def why_outside_budget(inputs: Inputs, served: Output) -> str:
         (served_tensor.float() - tensor.float()).norm() <= CLOSE / 2 * tensor.float().norm()
         for served_tensor, tensor in zip(served, _bundled(inputs), strict=True)
     ]
-    if all(map(bool, are_close)):
+    if all(are_close):
         return ""
     out, states = served
     if out.is_cuda and torch.cuda.mem_get_info()[0] < _ORACLE_BYTES:

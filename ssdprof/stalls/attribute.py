@@ -182,8 +182,8 @@ class SourceFiles:
         """The implementation that launches a kernel of another library, if a table has the file of
         the kernel; empty for any other kernel.
         """
-        for file, text in self._recorded.items():
-            entry = None if _LIBRARY.search(file) else self._entries.get(_sha256(text))
+        for text in self._recorded.values():
+            entry = self._entries.get(_sha256(text))
             if entry and kernel in entry["stages"]:
                 return str(entry["implementation"])
         return ""

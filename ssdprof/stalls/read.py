@@ -32,16 +32,8 @@ MetricValue = int | float | str
 _SAMPLED = "smsp__pcsamp_warps_issue_stalled_"
 # name of a stall reason in some versions -> its usual name
 CANONICAL = {"gmma": "warpgroup_arrive", "no_instruction": "no_instructions"}
-_TO_NS = {  # unit of a metric -> nanoseconds
-    "s": 1e9,
-    "ms": 1e6,
-    "us": 1e3,
-    "ns": 1.0,
-    "second": 1e9,
-    "msecond": 1e6,
-    "usecond": 1e3,
-    "nsecond": 1.0,
-}
+# first letter of the unit of a time -> nanoseconds: s or second, ms or msecond, ...
+_TO_NS = {"s": 1e9, "m": 1e6, "u": 1e3, "n": 1.0}
 _NOT_INSTALLED = 9  # exit code of the child process if ncu-report is not installed
 _MAGIC = b"NVR\0"  # the start of a report
 # the file header of version 7 of the layout; of other versions this module does not know how a
@@ -315,7 +307,7 @@ def _value(metric: Any) -> MetricValue | None:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, int | float) and metric.name().startswith("gpu__time"):
-        return value * _TO_NS.get(metric.unit(), 1.0)
+        return value * _TO_NS.get(metric.unit()[:1], 1.0)
     return value if isinstance(value, int | float | str) else None
 
 
