@@ -143,9 +143,10 @@ def chunked(server: Path, monkeypatch) -> Iterator[Chunked]:
         monkeypatch.setenv(hook.VARIABLE, variables[hook.VARIABLE])
         hook.install()
         # a program may look for a module before it imports it
-        spec = hook.find_spec(f"{LIBRARY}.chunk", [str(server.parent / LIBRARY.replace(".", "/"))])
+        module = f"{LIBRARY}.chunk"
+        spec = hook.find_spec(module, [str(server.parent / LIBRARY.replace(".", "/"))])
         # another finder that has asked this one
-        finder = SimpleNamespace(find_spec=lambda name, *_: spec if name == spec.name else None)
+        finder = SimpleNamespace(find_spec=lambda name, *_: spec if name == module else None)
         sys.meta_path.insert(1, finder)
         function: Function = import_module(LIBRARY).chunk_gated_delta_rule
         return function
