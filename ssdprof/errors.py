@@ -231,7 +231,9 @@ def library_message(error: BaseException) -> str:
     ValidationError is that of `first_fault`.
     """
     name = type(error).__name__
-    message = first_fault(error) if _is_pydantics(error) else str(error)
+    # other libraries have errors of this name, too
+    is_pydantics = name == "ValidationError" and type(error).__module__.startswith("pydantic_core")
+    message = first_fault(error) if is_pydantics else str(error)
     message = _UNHELPFUL_PARTS.split(message)[0]
     message = _CHECKER.sub("", message)
     message = _KNOWN_NAMES.sub("the known ones", message)
@@ -306,14 +308,8 @@ def first_fault(error: Any, whole: str = "the document") -> str:
 def explain_option(error: Any) -> None:
     """Replace pydantic's words in an error of Typer, whose newer versions have them, by ours."""
     cause = error.__cause__
-    if _is_pydantics(cause):
+    if type(cause).__name__ == "ValidationError":
         error.message = first_fault(cause, "it").removeprefix("it: ")
-
-
-def _is_pydantics(error: BaseException | None) -> bool:
-    """Whether an error is pydantic's ValidationError.  Other libraries have errors of this name."""
-    kind = type(error)
-    return kind.__name__ == "ValidationError" and kind.__module__.startswith("pydantic_core")
 
 
 def _expected(fault: Any) -> str:

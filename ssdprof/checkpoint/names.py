@@ -121,11 +121,10 @@ def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint,
 
 def is_folder(name: str) -> bool:
     """Whether a name means a local folder: a file or folder has it, or only a path can have it."""
-    separators = (os.sep, os.altsep or os.sep)
     return (
         os.path.exists(os.path.expanduser(name))
-        or name.startswith((".", "~", *separators))
-        or name.endswith(separators)
+        or name.startswith((".", "~", os.sep))
+        or name.endswith(os.sep)
     )
 
 
