@@ -58,7 +58,7 @@ _REFUSED = tuple(_TABLE["refused"].split())
 # "reads": our name -> the parameter; "may": our name -> a parameter that only some versions have;
 # "owner": our name -> the attribute of `self`; "fixed": our name -> a value that is no argument
 Signature: TypeAlias = dict[str, dict[str, Any]]
-_NAMED = ("reads", "may", "owner")  # those that are lists of names in the file
+_NAMED = ("reads", "may", "owner")  # the kinds of entries that are lists of names in the file
 
 
 def _signatures() -> dict[str, Signature]:
