@@ -282,19 +282,17 @@ def compare(
     inputs: `ssdprof.kernels.SSDInputs`, or the inputs of another operator; the docstrings of these
         classes have the shapes and dtypes.  The tensors are on the GPU if there is one, otherwise
         on the CPU.
-    implementations: at least one: names as in `--impl`, or functions
-        (inputs) -> (out, final_states), whose tensors have the shapes and dtypes in
-        docs/your-own-kernel.md.  A function runs in this process, so if it crashes, this process
-        ends.
+    implementations: at least one name as in `--impl`, or function (inputs) -> (out, final_states);
+        docs/your-own-kernel.md has the shapes and dtypes.  It runs in this process, so if it crashes,
+        this process ends.
     baseline: the implementation that the others are compared with, at exact intermediates and the
         same states.
     dtypes, states, smallest_difference, laws: as the options of `ssdprof run`.
     watcher: receives the progress; by default it is shown on stderr.
 
-    Raises BadInputError for an argument of another type, for an unknown name or option, for a
-    function with another one's name, and for tensors that are not where kernels run;
-    MissingCapabilityError for an implementation that is unavailable, if Triton cannot compile
-    kernels here, and for more tokens than the interpreter takes.
+    Raises BadInputError for an argument of another type, an unknown name or option, a function with
+    another one's name, and tensors that are not where kernels run; MissingCapabilityError for an
+    unavailable implementation, without a compiler, and for more tokens than the interpreter takes.
     """
     _check_types(inputs, implementations)
     operator = operators.get(inputs.operator)
@@ -306,8 +304,7 @@ def compare(
     dims = operator.oracle.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
     # refuses what `ssdprof run` refuses; there is no model
-    line = ["", "--dtypes", str(dtypes), "--laws", str(laws)]
-    given = options.parsed(options.RunOptions, line)
+    given = options.parsed(options.RunOptions, ["", "--dtypes", str(dtypes), "--laws", str(laws)])
     if states is not None:
         words = map(str, states) if isinstance(states, list | tuple) else [str(states)]
         states = reading.parse_states(",".join(words))

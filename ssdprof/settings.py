@@ -104,8 +104,8 @@ def gates(
 def besides(
     conditions: Iterable[Condition], requested: Iterable[Condition]
 ) -> tuple[Condition, ...]:
-    """The conditions on values for which there is no requested condition.  A value is a metric and
-    where it applies.
+    """The conditions on values without a requested condition.  A value is a metric, and where it
+    applies.
     """
     values = {(gate.metric, gate.at) for gate in requested}
     return tuple(gate for gate in conditions if (gate.metric, gate.at) not in values)
