@@ -285,8 +285,7 @@ def compare(
     implementations: at least one name as in `--impl`, or function (inputs) -> (out, final_states);
         docs/your-own-kernel.md has the shapes and dtypes.  It runs in this process, so if it crashes,
         this process ends.
-    baseline: the implementation that the others are compared with, at exact intermediates and the
-        same states.
+    baseline: the implementation to compare with, at exact intermediates and the same states.
     dtypes, states, smallest_difference, laws: as the options of `ssdprof run`.
     watcher: receives the progress; by default it is shown on stderr.
 
