@@ -283,8 +283,8 @@ def compare(
         classes have the shapes and dtypes.  The tensors are on the GPU if there is one, otherwise
         on the CPU.
     implementations: at least one name as in `--impl`, or function (inputs) -> (out, final_states);
-        docs/your-own-kernel.md has the shapes and dtypes.  It runs in this process, so if it crashes,
-        this process ends.
+        docs/your-own-kernel.md has the shapes and dtypes.  A function runs in this process: if it
+        crashes, this process ends.
     baseline: the implementation to compare with, at exact intermediates and the same states.
     dtypes, states, smallest_difference, laws: as the options of `ssdprof run`.
     watcher: receives the progress; by default it is shown on stderr.
