@@ -20,7 +20,9 @@ __all__ = ["Results", "answers", "bench", "compare", "load", "load_call", "prefi
 
 
 def __getattr__(name: str) -> Any:
-    """The functions of `ssdprof.api`, whose import of torch takes seconds."""
+    """A name of `__all__`, from `ssdprof.api`, which is imported when it is first used: its import
+    of torch takes seconds.  Raises AttributeError for another name.
+    """
     if name not in __all__:
         raise AttributeError(f"module 'ssdprof' has no attribute {name!r}")
     return getattr(import_module("ssdprof.api"), name)

@@ -7,7 +7,7 @@ import warnings
 def main() -> None:
     """Run the command line.
 
-    Ctrl-C ends the process without a traceback, even while Python is still importing modules.
+    Ctrl-C ends the process without a traceback, even while Python still imports the command line.
     PYTHONWARNINGS=error has no effect: users set it for tests of their own code, and here a warning
     of a library would end the command, or count as a failure of a kernel.
     """

@@ -12,7 +12,7 @@ import html as text_html
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -62,6 +62,7 @@ _COMMAND_ONLY = ("json", "full", "dry_run", "prefill", "stalls")
 _FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
+@dataclass(eq=False)
 class Results:
     """A report.  A notebook shows it as a page, and `print` as its command does.
 
@@ -70,9 +71,8 @@ class Results:
         given tensors.
     """
 
-    def __init__(self, report: Report, path: Path | None = None) -> None:
-        self.report = report
-        self.path = path
+    report: Report
+    path: Path | None = None
 
     @property
     def passed(self) -> bool:
@@ -117,14 +117,14 @@ class Results:
         return target
 
     def __repr__(self) -> str:
-        """The report as the command prints it that makes it, without colours."""
+        """The report as the command that makes it prints it, without colours."""
         console = Console(file=io.StringIO(), width=100, color_system=None)
         with console.capture() as text:
             console.print(brief.shown(self.report))
         return "\n".join(line.rstrip() for line in text.get().splitlines())
 
     def _repr_html_(self) -> str:
-        """The report's page, in a frame into which the style of the notebook does not reach."""
+        """The report's HTML page, in a frame that the notebook's style does not change."""
         return _FRAME.format(text_html.escape(exported("html", self.path, self.report)))
 
 
@@ -136,8 +136,8 @@ def load(where: str | os.PathLike[str] | None = None) -> Results:
 
     Raises BadInputError if there is none, or if it cannot be read.
     """
-    kinds = () if where else reports.KINDS
-    path, report = reports.load(None if where is None else Path(where), *kinds)
+    kinds = reports.KINDS if where is None else ()
+    path, report = reports.load(where, *kinds)
     return Results(report, path)
 
 
@@ -150,7 +150,7 @@ def run(model: str, *, watcher: Watcher | None = None, **settings: object) -> Re
 
     settings: the options of `ssdprof run`.  watcher: receives the progress; None to show nothing.
 
-    Raises SsdprofError where the command ends with an exit code above 1.
+    Raises SsdprofError where the command ends with the exit code 2, 3 or 4.
     """
     return _called(options.RunOptions, target.run, run_job.run, model, watcher, settings)
 
@@ -228,7 +228,7 @@ def _words(flag: str, value: object) -> Iterator[str]:
     """The words of an option on the command line.
 
     value: True for an option without a value; None and False leave the option out.  The items of a
-        list are separated by commas, except for `--gate`, which is repeated.
+        list or tuple are separated by commas, except for `--gate`, which is repeated.
     """
     if value is True:
         yield flag
@@ -282,18 +282,18 @@ def compare(
     inputs: `ssdprof.kernels.SSDInputs`, or the inputs of another operator; the docstrings of these
         classes have the shapes and dtypes.  The tensors are on the GPU if there is one, otherwise
         on the CPU.
-    implementations: names as in `--impl`, or functions (inputs) -> (out, final_states), whose
-        tensors have the shapes and dtypes in docs/your-own-kernel.md.  A function runs in this
-        process, so if it crashes, this process ends.
-    baseline: the implementation that the others are compared with, at exact intermediates and the
-        same states.
+    implementations: at least one name as in `--impl`, or function (inputs) -> (out, final_states);
+        docs/your-own-kernel.md has the shapes and dtypes.  A function runs in this process: if it
+        crashes, this process ends.
+    baseline: the implementation to compare with, at exact intermediates and the same states.
     dtypes, states, smallest_difference, laws: as the options of `ssdprof run`.
     watcher: receives the progress; by default it is shown on stderr.
 
-    Raises BadInputError for an unknown name or option, for a function with another one's name, and
-    for tensors on the CPU of a machine with a GPU; MissingCapabilityError for an implementation
-    that is unavailable, and for more tokens than the interpreter takes.
+    Raises BadInputError for an argument of another type, an unknown name or option, a function with
+    another one's name, and tensors that are not where kernels run; MissingCapabilityError for an
+    unavailable implementation, without a compiler, and for more tokens than the interpreter takes.
     """
+    _check_types(inputs, implementations)
     operator = operators.get(inputs.operator)
     device = limits.device()
     if inputs.device.type != device.type:
@@ -303,20 +303,20 @@ def compare(
     dims = operator.oracle.dims(inputs)
     limits.check_replay((dims.seqlen,), dims.batch)
     # refuses what `ssdprof run` refuses; there is no model
-    options.parsed(options.RunOptions, ["", "--dtypes", dtypes, "--laws", laws])
+    given = options.parsed(options.RunOptions, ["", "--dtypes", str(dtypes), "--laws", str(laws)])
     if states is not None:
-        states = reading.parse_states(states if isinstance(states, str) else ",".join(states))
+        words = map(str, states) if isinstance(states, list | tuple) else [str(states)]
+        states = reading.parse_states(",".join(words))
     resolve = resolver(device)
-    baseline_implementation = required(resolve(operator.name, baseline))
+    baseline_implementation = required(resolve(operator.name, str(baseline)))
     compared = [_implementation(operator, resolve, kernel) for kernel in implementations]
     _refuse_same_names([baseline_implementation, *compared])
     precisions = requested_precisions(dims.dtype, dtypes, states)
     plans = planned(compared, baseline_implementation, precisions, dims.dtype)
-    run_options = options.RunOptions(
-        model="",
+    run_options = replace(
+        given,
         baseline=baseline_implementation.name,
         smallest_difference=parse_percent("smallest_difference", smallest_difference),
-        laws=laws,
     )
     writer = _unstored_writer(run_options, dims, plans)
     replay = Replay(writer, run_options, lambda *_: plans, None, watcher or LineWatcher(levels=2))
@@ -325,6 +325,22 @@ def compare(
         on_layer(CapturedLayer(layer=layer, inputs=inputs))
     writer.update(complete=True)
     return Results(writer.report)
+
+
+def _check_types(inputs: object, implementations: object) -> None:
+    """Raise BadInputError, which names the argument of `compare`, for inputs that are those of no
+    operator, and for implementations that are no list or tuple, or an empty one.
+    """
+    if not isinstance(inputs, Inputs):
+        raise BadInputError(
+            f"inputs is {type(inputs).__name__!r}, not the inputs of an operator.",
+            "Give an object of ssdprof.kernels.SSDInputs, GDNInputs or KDAInputs.",
+        )
+    if not isinstance(implementations, list | tuple) or not implementations:
+        raise BadInputError(
+            "implementations must be a list with at least one name or function.",
+            'Give such a list: ["fused"], or [my_kernel].',
+        )
 
 
 def _unstored_writer(
@@ -352,16 +368,26 @@ def _unstored_writer(
 
 
 def _implementation(operator: Operator, resolve: Resolve, kernel: str | Kernel) -> Implementation:
-    """The implementation of a name, or of a user's function."""
+    """The implementation of a name, or of a user's function.
+
+    Raises BadInputError if `kernel` is neither, and what `Resolve`, `required` and
+    `own_implementation` raise.
+    """
     if isinstance(kernel, str):
         return required(resolve(operator.name, kernel))
+    if not callable(kernel):
+        raise BadInputError(
+            f"implementations has {type(kernel).__name__!r}, neither a name nor a function.",
+            "Give a name as in --impl, or a function of the inputs.",
+        )
     name = getattr(kernel, "__name__", type(kernel).__name__)
     return own_implementation(operator, name, kernel)
 
 
 def _refuse_same_names(implementations: Iterable[Implementation]) -> None:
-    """BadInputError for two different implementations of one name, because only one of the two
-    would be compared.
+    """BadInputError for two implementations of one name, because only one of the two would be
+    compared.  A name that is given twice is one implementation; a function that is given twice is
+    two.
     """
     by_name: dict[str, Implementation] = {}
     for implementation in implementations:

@@ -54,16 +54,16 @@ class Commands(TyperGroup):
     """The group of all commands.  It turns errors that a user can cause into lines on stderr and an
     exit code.
 
-    of_main: whether this process was started as `ssdprof`, so that it may fork.
+    of_main: whether `main` runs in this process, which then may fork.
     """
 
     of_main = False
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command, and end with its exit code.
+        """Run a command.  Returns its result, or ends with an exit code if it fails.
 
-        If all ranks have the same error, only the first one reports it.  An error that is a defect
-        in ssdprof is raised.
+        If all ranks have the same error, only the first one reports it.  Errors of usage, which
+        click reports, and errors that are a defect in ssdprof are raised.
         """
         try:
             terminal.check_working_directory()
@@ -77,7 +77,7 @@ class Commands(TyperGroup):
             raise
         except SsdprofError as error:
             if not _ranks().first_tells():
-                _complain(error.message, error.hint)
+                _complain(error)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt as interrupt:
             if not _ranks().follows():
@@ -91,7 +91,7 @@ class Commands(TyperGroup):
             if expected is None:
                 raise
             terminal.drop_output()  # otherwise the last flush would fail again
-            _complain(expected.message, expected.hint)
+            _complain(expected)
             ctx.exit(expected.exit_code)
 
 
@@ -101,7 +101,7 @@ def _ranks() -> ModuleType:
 
 
 def _expected(error: OSError) -> SsdprofError | None:
-    """The error that is shown for one of the operating system that no stage handled; None if that
+    """The error that is shown in place of an OSError that nothing has handled; None if the OSError
     is a defect in ssdprof.
     """
     is_of_path = error.errno in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
@@ -207,7 +207,7 @@ def _command(kind: type, functions: tuple[str, ...]) -> Callable[..., None]:
         """Run the command.
 
         If it calls the user's own kernels, it runs in a child process, because they may end the
-        process.
+        process.  Only a process that was started by `main` forks.
         """
         command_options = kind(**values)
         if hasattr(command_options, "command"):
@@ -271,11 +271,11 @@ def main() -> None:
     except SystemExit as ended:
         code = ended.code or 0
     except SsdprofError as error:  # raised by `terminal.prepare`
-        _complain(error.message, error.hint)
+        _complain(error)
         code = error.exit_code
     except Exception as error:
         if failed := failed_import(error):
-            _complain(failed.message, failed.hint)
+            _complain(failed)
             code = failed.exit_code
         else:
             _line("internal error", f"{type(error).__name__}: {error}", "red")
@@ -323,11 +323,11 @@ def _forget_interrupt() -> None:
     exec("")
 
 
-def _complain(message: str, hint: str) -> None:
-    """Print an error and its hint on stderr."""
-    _line("error", message, "red")
-    if hint:
-        _line("hint", hint, "cyan")
+def _complain(error: SsdprofError) -> None:
+    """Print an error, and its hint if it has one, on stderr."""
+    _line("error", error.message, "red")
+    if error.hint:
+        _line("hint", error.hint, "cyan")
 
 
 def _line(label: str, text: str, color: str) -> None:

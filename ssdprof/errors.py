@@ -17,7 +17,9 @@ from urllib.parse import quote
 
 
 class ExitCode(IntEnum):
-    """The documented exit codes of every command."""
+    """The exit codes of a command that ran to its end, and of each `SsdprofError`.  `cli` has the
+    code of an interrupted command and that of an internal error.
+    """
 
     OK = 0
     GATE_FAILED = 1  # a case did not pass, or a limit that the user gave does not hold
@@ -85,8 +87,8 @@ def unreadable(what: str, error: OSError, hint: str) -> SsdprofError:
 
     It is MissingCapabilityError if the user has no permission to read it, else BadInputError.
 
-    what: names the file, at the start of the sentence.
-    hint: what to do if the file is missing or of another kind.
+    what: names the file or folder, at the start of the sentence.
+    hint: of the BadInputError; what to do if the file is missing or of another kind.
     """
     reason = error.strerror or str(error)
     if isinstance(error, PermissionError):
@@ -125,8 +127,9 @@ def masked(text: str) -> str:
     return re.sub(r"(?<![^\s'\"=(])[^\s'\":=(@]+:(?!//)[^\s'\"]*@(?=[\w.\[])", "...@", text)
 
 
-# environment variables with addresses, and with access tokens
+# environment variables, in capitals, that hold addresses
 _ADDRESSES = ("HF_ENDPOINT", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+# environment variables that hold access tokens
 _TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SHORTEST_TOKEN = 8  # characters; a shorter value could be a part of any word
 
@@ -135,17 +138,19 @@ def _secrets() -> dict[str, str]:
     """Secrets that this process knows -> what is shown instead.
 
     They are the access tokens, and the users and passwords in addresses of environment variables
-    and of the command line, as typed and as a library quotes them.
+    and of the command line, as typed and as a library quotes them.  A path before the revision of a
+    repo, as in https://huggingface.co/org/name@v1, is neither.
     """
     values = {name.upper(): value for name, value in os.environ.items()}
     addresses = [values[name] for name in _ADDRESSES if name in values]
-    addresses += [word for word in sys.argv[1:] if "://" in word or ":" in word.rpartition("@")[0]]
+    # http://user@host, user:password@host
+    addresses += [word for word in sys.argv[1:] if re.search(r"://[^/]*@|:(?!//).*@", word)]
     users = [address.rpartition("://")[2].rpartition("@")[0] for address in addresses]
     users += [quote(user, safe=":") for user in users]
     tokens = [values[name] for name in _TOKENS if len(values.get(name, "")) >= _SHORTEST_TOKEN]
-    in_addresses = {f"{user}@": "...@" for user in users if user}
     # a library may show a user and a password without the host
     passwords = [user for user in users if ":" in user]
+    in_addresses = {f"{user}@": "...@" for user in users if user}
     return in_addresses | dict.fromkeys((*passwords, *tokens), "...")
 
 
@@ -194,8 +199,8 @@ def _escape(character: str) -> str:
 
 
 def printable(text: str) -> str:
-    """The text on one line, with an escape for each character that is not printable: \\x1b,
-    \\ud800.
+    """The text on one line: single spaces in place of white space, and an escape for each other
+    character that is not printable: \\x1b, \\ud800.
     """
     line = " ".join(text.split())
     return "".join(char if char.isprintable() else _escape(char) for char in line)
@@ -217,15 +222,18 @@ _KNOWN_NAMES = re.compile(r"\(('\w+', ){6,}'\w+'\)")
 
 
 def library_message(error: BaseException) -> str:
-    """The message of a library's error on one line, without a final full stop.
+    """The message of a library's error on one line, without full stops at its end.
 
-    The type of the error is added to the message of a KeyError or an IndexError, which may be only
-    a value, and to one of fewer than three words.  Very long words and messages, which a damaged
-    file may cause, are shortened.  Stacks of C++, lists of all known names, and advice on other
-    errors are left out.
+    The type of the error comes before the message of a KeyError or an IndexError, which may be only
+    a value, and before one of fewer than three words.  It stands alone if there is no message.
+    Very long words and messages, which a damaged file may cause, are shortened.  Stacks of C++,
+    lists of all known names, and advice on other errors are left out.  The message of pydantic's
+    ValidationError is that of `first_fault`.
     """
     name = type(error).__name__
-    message = first_fault(error) if name == "ValidationError" else str(error)  # pydantic's
+    # other libraries have errors of this name, too
+    is_pydantics = name == "ValidationError" and type(error).__module__.startswith("pydantic_core")
+    message = first_fault(error) if is_pydantics else str(error)
     message = _UNHELPFUL_PARTS.split(message)[0]
     message = _CHECKER.sub("", message)
     message = _KNOWN_NAMES.sub("the known ones", message)
@@ -324,8 +332,10 @@ def _shown(value: object) -> str:
 
 
 def whole_words(text: str, most: int) -> str:
-    """The text; if it has more than `most` characters, its first words and the number of the
-    characters that are left out.
+    """The text; if it has more than `most` characters, its first words, or the start of a single
+    long word, and the number of the characters that are left out.
+
+    most: above 30, for the remark.
     """
     if len(text) <= most:
         return text

@@ -29,11 +29,12 @@ LARGEST = 1 << 30  # bytes of a document that is read into memory
 
 
 def regular(file: Path, most: float = LARGEST) -> Path:
-    """Return the file if reading it ends: it has at most `most` bytes, and is no pipe or device.
+    """Return the file if it can be read to an end: it has at most `most` bytes, and is no pipe or
+    device.
 
-    A folder passes, because opening it raises an OSError that says what it is.
+    A folder is returned, too, because opening it raises an OSError that says what it is.
 
-    Raises OSError for others, and if there is no such file.
+    Raises OSError for all others, and if there is no such file.
     """
     status = file.stat()
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
@@ -59,8 +60,8 @@ def read_object(file: Path, what: str, hint: str) -> dict[str, Any]:
 
     what: names the file in the error.  hint: of the error.
 
-    Raises BadInputError if there is no JSON object, and MissingCapabilityError if the user may not
-    read the file.
+    Raises BadInputError if the file is missing, cannot be read or holds no JSON object, and
+    MissingCapabilityError if the user may not read it.
     """
     try:
         document = read_json(file)
@@ -171,7 +172,7 @@ def uninterrupted() -> Iterator[None]:
 def append_text(file: Path, text: str) -> None:
     """Append to a file, which is created if necessary.
 
-    Raises MissingCapabilityError if it cannot be written.
+    Raises what `unwritable` returns if it cannot be written.
     """
     try:
         with open_to_append(file, os.O_NONBLOCK) as opened:
@@ -183,8 +184,10 @@ def append_text(file: Path, text: str) -> None:
 def open_to_append(file: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> BinaryIO:
     """Open a file for appending.  It is created if necessary.
 
-    flags: of `os.open`.  By default, links are refused.  Raises OSError for a link that is refused,
-    and for a pipe that nobody reads.
+    flags: of `os.open`, besides those of the mode "ab".  By default, links are refused.
+
+    Raises OSError if the file cannot be opened, for a link that is refused, and with O_NONBLOCK for
+    a pipe that nobody reads.
     """
 
     def opener(name: str, mode_flags: int) -> int:
@@ -222,11 +225,11 @@ def locked(path: Path, what: str, hint: str) -> Iterator[BinaryIO]:
 
     The file and its folder are created if necessary.
 
-    what: the start of the error's sentence, before the folder: "Another run is writing into".
-    hint: of the error.
+    what, hint: of the error if the lock is held: the start of the sentence, before the folder,
+        such as "Another run is writing into", and the hint.
 
-    Raises BadInputError if another process holds the file's lock, or if a folder of its path is a
-    file; MissingCapabilityError if it cannot be written.
+    Raises BadInputError if the file's lock is held, by another process or by another context of
+    this one, and what `unwritable` returns if the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,10 +247,10 @@ def locked(path: Path, what: str, hint: str) -> Iterator[BinaryIO]:
 def check_target(
     file: Path, *, replace: bool, hint: str = "Give --force to overwrite it, or another name."
 ) -> None:
-    """Raise what `write_text` would raise for a file that cannot be written, or may not be
-    overwritten.
+    """Raise what `write_text` would raise for a file that cannot be created, or may not be
+    overwritten.  Whether a pipe or a device can be written is not checked.
 
-    hint: of the error if the file exists.
+    hint: of the error if the file exists and may not be overwritten.
     """
     if file.is_dir():
         raise BadInputError(f"{file} is a folder.", "Name a file.")
@@ -262,10 +265,10 @@ def check_target(
 
 
 def check_writable(folder: Path) -> None:
-    """Raise MissingCapabilityError if this user may not write into a folder, and BadInputError if
-    it is a file.
+    """Raise MissingCapabilityError if this user cannot write into a folder, and BadInputError if it
+    is a file, or is inside of one.
 
-    The folder need not exist yet.
+    The folder need not exist yet: then the nearest folder above it is checked.
     """
     paths = (folder, *folder.absolute().parents)
     nearest_existing = next(path for path in paths if os.path.lexists(path))
@@ -277,7 +280,9 @@ def check_writable(folder: Path) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> SsdprofError:
-    """The error for a path that cannot be written."""
+    """The error for a path that cannot be written: BadInputError if a file is in the place of a
+    folder, else MissingCapabilityError.
+    """
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return BadInputError(
             f"The folder {path} cannot be made: a file is in its place.", "Name another folder."
@@ -295,15 +300,18 @@ def unwritable(path: Path, error: OSError) -> SsdprofError:
 
 
 def safe_name(name: str) -> str:
-    """The part of a name after its last slash, with only letters, digits, '.', '_' and '-', so that
-    it can be part of a file's or a folder's name; "model" if nothing is left of it.
+    """The part of a name after its last slash, but for slashes at the end, for a file's or a
+    folder's name: at most 80 characters, which are ASCII letters, digits, '.', '_' and '-'; "model"
+    if nothing is left of it.
     """
     last = name.rstrip("/").rsplit("/", 1)[-1]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.")[:80] or "model"
 
 
 def why(error: Exception) -> str:
-    """The reason of an error for the end of a sentence: "no such file or directory"."""
+    """The reason of an error, in lower case, for the end of a sentence: "no such file or
+    directory".
+    """
     reason = error.strerror if isinstance(error, OSError) else None
     return (reason or str(error)).lower()
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 Advance = Callable[[int], None]
-_MOST_LINES = 100  # an outermost step of up to so many parts has a line for each
-_QUIET_S = 2.0  # the least time between two lines on the progress of another step
+_MOST_LINES = 100  # an outermost step with a total up to this has a line for each advance
+_QUIET_S = 2.0  # the least seconds between two lines on the progress of any other step
 
 
 class Watcher:
@@ -46,8 +46,9 @@ class LineWatcher(Watcher):
     """Prints lines on stderr.
 
     There is a line when a step begins, and, if its total is known, when it advances.  An inner
-    step, and one of more than `_MOST_LINES` parts, has a line on its progress at most every two
-    seconds, so that a log does not become long.  The outermost step has one at its end, too.
+    step, and one with a total above `_MOST_LINES`, has a line on its progress at most every
+    `_QUIET_S`, so that a log does not become long.  The outermost step also has one when its total
+    is reached.
 
     levels: the number of levels of nested steps that have lines.
     """

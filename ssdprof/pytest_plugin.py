@@ -30,10 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def ssdprof_judge(request: pytest.FixtureRequest) -> Callable[..., Results]:
-    """A function judge(inputs, kernel, **options) that returns the results of `ssdprof.compare`.
+    """A function judge(inputs, kernel, **options) that returns the results of `ssdprof.compare` if
+    the kernel passes, and otherwise fails the test.
 
     kernel: a function (inputs) -> (out, final_states), or a name as in `--impl`.
-    options: those of `ssdprof.compare`.
+    options: those of `ssdprof.compare`, which replace those of markers.
     """
     marked_options: dict[str, Any] = {}
     for marker in request.node.iter_markers("ssdprof"):  # the nearest marker comes first

@@ -65,7 +65,8 @@ def load(file: Path | None = None) -> ProjectSettings:
         defaults.
 
     Raises BadInputError for a file that is missing, is not TOML, or has an unknown key or a wrong
-    value, and for `file` without settings; MissingCapabilityError if the user may not read it.
+    value, and if `file` is a pyproject.toml without settings; MissingCapabilityError if the user
+    may not read it.
     """
     candidates = []
     if file is not None:
@@ -103,7 +104,9 @@ def gates(
 def besides(
     conditions: Iterable[Condition], requested: Iterable[Condition]
 ) -> tuple[Condition, ...]:
-    """The conditions on values without a requested condition."""
+    """The conditions on values without a requested condition.  A value is a metric, and where it
+    applies.
+    """
     values = {(gate.metric, gate.at) for gate in requested}
     return tuple(gate for gate in conditions if (gate.metric, gate.at) not in values)
 
@@ -117,6 +120,7 @@ def without_speed(
 ) -> tuple[AnyCondition, ...]:
     """The conditions without those on speed, for a machine without a GPU.
 
+    conditions: of the user's option and of the settings file.
     requested: the texts of the conditions that the user gave with an option; the other conditions
         are of the settings file.
     option, machine: named in messages.
@@ -140,7 +144,10 @@ def without_speed(
 
 
 def _values(file: Path) -> dict[str, Any] | None:
-    """The settings in a file, before they are checked; None if a pyproject.toml has none."""
+    """The settings in a file, before they are checked; None if a pyproject.toml has none.
+
+    Raises the errors of `load` for a file that is missing, cannot be read or is not TOML.
+    """
     try:
         document = tomllib.loads(regular(file).read_text(encoding="utf-8"))
     except OSError as error:

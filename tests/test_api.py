@@ -209,11 +209,16 @@ def test_a_function_is_judged_on_given_tensors(inputs, tmp_path, capsys):
 
 
 def test_what_cannot_be_compared_is_refused(inputs):
-    for message, kernels, laws in (
-        ("no implementation 'nothing'", ["nothing"], "all"),
-        ("mamba_ssm", ["mamba_ssm"], "all"),
-        ("Two implementations are named right", [right, right], "all"),
-        ("--laws", [right], "none"),
+    for message, kernels, changes in (
+        ("no implementation 'nothing'", ["nothing"], {}),
+        ("mamba_ssm", ["mamba_ssm"], {}),
+        ("Two implementations are named right", [right, right], {}),
+        ("^implementations must be", [], {}),
+        ("^implementations must be", "fused", {}),
+        ("^implementations has 'int'", [1], {}),
+        ("^inputs is 'str'", [right], {"inputs": "x"}),
+        ("--laws", [right], {"laws": None}),
+        ("^smallest_difference is", [right], {"smallest_difference": 0.01}),
     ):
         with pytest.raises(SsdprofError, match=message):
-            ssdprof.compare(inputs, kernels, laws=laws)
+            ssdprof.compare(**{"inputs": inputs, "implementations": kernels} | changes)

@@ -35,7 +35,8 @@ def test_a_signal_without_a_name():
         ("org/name@v1 by a@b.c", "org/name@v1 by a@b.c"),
     ],
 )
-def test_secrets_are_masked(text, shown):
+def test_secrets_are_masked(text, shown, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["ssdprof", "https://huggingface.co/org/name@v1"])
     assert masked(text) == shown
     error = BadInputError(text, text)
     assert (error.message, error.hint, str(error)) == (shown, shown, shown)
@@ -67,16 +68,6 @@ def test_a_token_that_is_known_is_masked_in_any_form(monkeypatch):
     assert masked("sent 'api-key 12345678'") == "sent '...'"
 
 
-def test_a_librarys_sentence_is_whole():
-    sentence = (
-        "Field 'attention_multiplier' with value [1, 2] doesn't match any type in (int, float, "
-        "NoneType). "
-    ) * 5
-    assert library_message(ValueError(sentence.replace(". ", ".\n"))) == sentence.strip().rstrip(
-        "."
-    )
-
-
 @pytest.mark.parametrize(
     ("error", "shown"),
     [
@@ -84,6 +75,9 @@ def test_a_librarys_sentence_is_whole():
         (RecursionError(), "RecursionError"),
         (ValueError("nan"), "ValueError: nan"),
         (TypeError("expected a float. "), "expected a float"),
+        (type("ValidationError", (Exception,), {})("not of pydantic"), "not of pydantic"),
+        (ValueError("a sentence of\n" * 50), ("a sentence of " * 50).strip()),
+        (ValueError("word " * 5000), "word " * 194 + "(24,030 characters more)"),
         (ValueError("a value of " + "x" * 5000), "a value of " + "x" * 197 + "..."),
         (
             RuntimeError("It is too large\nException raised from f at g.h:79\nframe #0"),
@@ -108,12 +102,6 @@ def test_a_librarys_sentence_is_whole():
 )
 def test_a_librarys_error_that_is_no_sentence(error, shown):
     assert library_message(error) == shown
-
-
-def test_an_endless_message_ends():
-    message = library_message(ValueError("word " * 5000))
-    assert len(message) <= 1000
-    assert message.endswith("word (24,030 characters more)")
 
 
 def test_no_escape_sequence_reaches_the_terminal():

@@ -20,22 +20,16 @@ def test_a_device_is_written_to_and_not_replaced():
     assert Path("/dev/full").is_char_device()
 
 
-def test_a_file_is_overwritten_only_when_told():
-    file = Path("report.md")
+def test_a_file_is_overwritten_only_when_told_and_a_link_is_followed():
+    file = Path("link.md")
+    file.symlink_to("real.md")
     write_text(file, "one", replace=False)
-    with pytest.raises(BadInputError, match=r"report\.md exists") as caught:
+    with pytest.raises(BadInputError, match=r"link\.md exists") as caught:
         write_text(file, "two", replace=False)
     assert "--force" in caught.value.hint
     assert file.read_text() == "one"
     write_text(file, "two")
-    assert file.read_text() == "two"
-
-
-def test_a_link_is_followed():
-    Path("real.md").write_text("one")
-    Path("link.md").symlink_to("real.md")
-    write_text(Path("link.md"), "two")
-    assert Path("link.md").is_symlink()
+    assert file.is_symlink()
     assert Path("real.md").read_text() == "two"
 
 

@@ -94,7 +94,6 @@ def test_a_table_that_is_none(text):
         os.mkfifo,
         lambda file: file.symlink_to(file),
     ],
-    ids=["a folder", "a broken link", "a pipe", "a link to itself"],
 )
 def test_what_is_no_file_is_not_passed_over(make: Callable[[Path], object]):
     make(Path("ssdprof.toml"))

@@ -90,7 +90,9 @@ def refuse(where: str, fault: str) -> BadInputError:
 
 
 def _check_counts(config: ModelConfig, where: str) -> None:
-    """BadInputError for more layers or experts than any model has.
+    """BadInputError for more layers, experts or blocks than any model has.
+
+    where: names the file in the message.
 
     Values that are neither integers, lists nor texts are left to transformers, which refuses them
     with a message.
@@ -103,7 +105,9 @@ def _check_counts(config: ModelConfig, where: str) -> None:
 
 def _check_steps(config: ModelConfig, where: str) -> None:
     """BadInputError for limits of time steps that transformers would accept, and only a run would
-    refuse.
+    refuse.  A missing key and a `time_step_limit` of null are allowed.
+
+    where: names the file in the message.
     """
     limits = config.get("time_step_limit")
     steps = limits if isinstance(limits, list) else []
@@ -129,10 +133,10 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
 
     where: names the file in messages.  modelopt: the `MODELOPT_CONFIG`; None: there is none.
 
-    Raises BadInputError if a file is no JSON object, if there is no model type or its recurrent
-    layers are known to be another operator, for more layers or experts than any model has, for
-    limits of time steps that no run can have, and for an original format that transformers lacks.
-    Raises MissingCapabilityError if the user may not read a file.
+    Raises BadInputError if a file is no JSON object, if the model type is missing or no text, or if
+    its recurrent layers are known to be another operator, for more layers or experts than any model
+    has, for limits of time steps that no run can have, and for an original format that transformers
+    lacks.  Raises MissingCapabilityError if the user may not read a file.
     """
     stored = read_object(file, where, fetch_again(file))
     original = "ssm_cfg" in stored and "model_type" not in stored
@@ -157,8 +161,8 @@ def describe(file: Path, where: str, modelopt: Path | None = None) -> dict[str, 
 
 
 def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | None) -> object:
-    """The quantization_config for transformers: from the config, or from ModelOpt's file beside it;
-    None or empty if neither describes a quantisation.
+    """The quantization_config for transformers, of any type: from the config, or from ModelOpt's
+    file beside it; None or empty if neither describes a quantisation.
 
     ModelOpt's FP8 becomes transformers' own format.  What MLX and other ModelOpt formats describe
     gets the method "mlx" or "modelopt", which transformers does not know.
@@ -184,8 +188,8 @@ def _quantization(stored: ModelConfig, config: ModelConfig, modelopt: Path | Non
 def _check_model_type(config: ModelConfig, where: str) -> str:
     """The model type.
 
-    Raises BadInputError if there is none, or if its recurrent layers are known to be another
-    operator.
+    Raises BadInputError if there is none, if it is no text, or if its recurrent layers are known to
+    be another operator.
     """
     name = config.get("model_type")
     if name is None:
@@ -204,8 +208,9 @@ def _text_config(config: ModelConfig) -> ModelConfig | None:
     """The language model's config in that of a larger model; None if `config` is that of a
     language model.
 
-    A dtype and a quantisation that it lacks are those of the larger model, which alone decides
-    whether the head is the embedding, if it says so.
+    A dtype and a quantisation that it lacks are those of the larger model.  A model type that it
+    lacks is that of the larger model with "_text" at its end.  If the larger model says whether the
+    head is the embedding, this counts, whatever the language model's config says.
     """
     keys = [key for key in config if key.endswith("_config") and not _OTHER_PARTS.search(key)]
     for key in sorted(keys, key=lambda key: key not in _TEXT_CONFIGS):  # the usual names first
@@ -266,7 +271,7 @@ def cut_config(
     config: ModelConfig, depth: int | None = None, *, dtype: str | None = None
 ) -> ModelConfig:
     """A language model's config for transformers, with its first `depth` decoder layers only, and
-    without a quantisation.
+    without the keys of `_DROPPED`, such as the quantisation.
 
     depth: None: all layers.  dtype: the dtype in which weights are loaded, named as in torch; None:
     the one that the config names, if it does.
@@ -299,7 +304,7 @@ def _convert_original(config: ModelConfig, where: str) -> ModelConfig:
     """The config of an original checkpoint, converted for transformers' Mamba2Config.
 
     Raises BadInputError for Mamba-1, for other layers, for options that transformers lacks, and for
-    sizes that are missing or no numbers.
+    sizes that are missing or with which transformers' sizes cannot be computed.
     """
     ssm = config["ssm_cfg"]
     layer = ssm.get("layer", "Mamba1") if isinstance(ssm, dict) else None

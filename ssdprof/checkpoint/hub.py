@@ -109,10 +109,10 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
 )
-# Files that hold a vocabulary; the other files only describe one.
+# The tokenizer's files that hold a vocabulary; without one of them, the others are of no use.
 VOCABULARIES = frozenset({"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"})
-# Parts of the names of tokenizer files that ssdprof does not read: tiktoken.model, tekken.json,
-# spiece.model, source.spm, bpe.model, tokenization_kimi.py
+# Parts of the names of files that a tokenizer may have and that ssdprof does not read:
+# tiktoken.model, tekken.json, spiece.model, source.spm, bpe.model, tokenization_kimi.py
 _OTHER_TOKENIZER = re.compile(r"tiktoken|tekken|sentencepiece|spiece|\.spm$|bpe|tokeniz|vocab")
 _MOST_FOLDERS_IN_HINT = 4
 ATTEMPTS = 3  # of a request whose connection drops
@@ -127,12 +127,12 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the start of a Git
 
 
 class Source:
-    """The files of a checkpoint in a local folder.  Each error that a method raises for them is an
-    SsdprofError.
+    """The files of a checkpoint in a local folder.
 
     label: repo id or folder name, for messages.
     revision: commit hash on the hub; None for a folder.
-    complete: False once `sizes` was read while the hub was unreachable, and may lack files.
+    complete: False once `sizes` was read while the hub was unreachable or failed: then `sizes` may
+        lack files.
     """
 
     revision: str | None = None
@@ -229,8 +229,8 @@ class Source:
         return min(unread, key=lambda name: name.endswith(".py"), default="")
 
     def inner_checkpoints(self) -> str:
-        """A hint that names the folders of checkpoints in this one, such as those of a training
-        run, with the highest numbers first; empty if there are none.
+        """A hint that names at most `_MOST_FOLDERS_IN_HINT` folders of checkpoints in this one,
+        such as those of a training run, with the highest numbers first; empty if there are none.
         """
         configs = (*self.folder.glob(f"*/{CONFIG}"), *self.folder.glob(f"*/*/{CONFIG}"))
         folders = sorted((path.parent for path in configs), key=_natural, reverse=True)
@@ -267,8 +267,8 @@ def fetch_again(path: Path) -> str:
 def broken_file(path: Path, name: str, error: Exception) -> SsdprofError:
     """The error for a weights file that could not be parsed.
 
-    It is MissingCapabilityError if the user has no permission to read the file, else
-    ModelUnavailableError: the file is a Git LFS pointer, or damaged.
+    It is what `unreadable` returns if the file cannot be opened, else ModelUnavailableError: the
+    file is a Git LFS pointer, or damaged.
 
     name: of the file, for the message.  error: of the parser.
     """
@@ -296,7 +296,8 @@ def parse_repo(typed: str, revision: str | None) -> tuple[str, str | None]:
     typed: "org/name", "org/name@v1", or an address with "://", such as
         "https://huggingface.co/org/name/tree/v1", whose path in the repo is ignored.  A known repo
         is found with any capitalisation.
-    revision: the value of --revision.
+    revision: the value of --revision; None: none was given.
+
     Raises BadInputError for an address of no model, and for two different revisions.
     """
     if "://" in typed:
@@ -328,7 +329,8 @@ class HubRepo(Source):
     """
 
     def __init__(self, repo_id: str, revision: str | None = None, *, first: str = CONFIG) -> None:
-        """Resolve the revision to a commit, by fetching one file.
+        """Resolve the revision to a commit, by fetching one file.  If the hub is unreachable or
+        fails, and the file is cached, it is the commit that the revision had before.
 
         revision: a branch, tag, commit or refs/pr/N; None: the main branch.
         first: the file, a small one that any repo of this kind has.
@@ -358,8 +360,7 @@ class HubRepo(Source):
             except TRANSPORT_ERROR as error:
                 # what the library itself raises for an unreachable hub and a file not in its cache
                 raise errors.LocalEntryNotFoundError(str(error)) from error
-        # The file is in snapshots/<commit>/.  If the hub is unreachable, the commit is the one that
-        # the revision had when it was last resolved.
+        # the file is in snapshots/<commit>/
         super().__init__(path.parent, repo_id)
         self.revision = path.parent.name
 
@@ -377,9 +378,10 @@ class HubRepo(Source):
                 if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
                     raise  # the hub answers, and refuses the request
                 self.complete = False
-                cached = [path for path in self.folder.rglob("*") if path.is_file()]
                 return {
-                    path.relative_to(self.folder).as_posix(): path.stat().st_size for path in cached
+                    path.relative_to(self.folder).as_posix(): path.stat().st_size
+                    for path in self.folder.rglob("*")
+                    if path.is_file()
                 }
         return {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
@@ -390,7 +392,9 @@ class HubRepo(Source):
         return self.folder / name
 
     def _read_header(self, name: str) -> Mapping[str, TensorInfo]:
-        """The header of a file; if the file is not cached, the client fetches the header alone."""
+        """The header of a file; if the file is not cached, the client fetches the header alone.
+        See `header`.
+        """
         if self.cached(name):
             return super()._read_header(name)
         try:
@@ -460,8 +464,8 @@ def _resumed(ask: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
 
 @contextmanager
 def _hub_errors(repo_id: str, revision: str | None, file: str = "") -> Iterator[None]:
-    """Turn errors of the hub's client in the block into SsdprofError, with theirs as the cause,
-    except for an invalid address, which may hold a password.
+    """Turn errors of the hub's client in the block into SsdprofError.  The error of the client is
+    the cause, but for an invalid address: that error is dropped, because it may quote a password.
 
     file: the requested file, for messages; empty: the request was for none.
     """
@@ -523,7 +527,10 @@ def _in_our_words(error: Exception, repo_id: str, revision: str | None, file: st
 
 
 def _no_access(repo_id: str, *, is_gated: bool) -> ModelUnavailableError:
-    """The error for a repo that does not exist, or that this user must not read."""
+    """The error for a repo that does not exist, or that this user may not read.
+
+    is_gated: whether the hub says that the owner must grant access.
+    """
     token = get_token()
     if is_gated:
         state = "your token's account is not on the list." if token else "you are not logged in."
@@ -569,7 +576,7 @@ def _out_of_reach(repo_id: str, cause: BaseException | None) -> ModelUnavailable
 
 def _revisions_hint(repo_id: str) -> str:
     """A hint that lists at most 20 branches and tags, or says where to find them if the hub does
-    not answer.
+    not answer or refuses.
     """
     try:
         refs = api().list_repo_refs(repo_id)

@@ -62,8 +62,8 @@ REWRITTEN = "rewritten"  # folder of streamed weights that transformers has conv
 _HEAD = "lm_head.weight"
 # keys of heads that predict no tokens
 _OTHER_HEAD = re.compile(r"(^|\.)(score|classifier|qa_outputs|v_head|value_head|summary)\.")
-# Elements of computed tables, such as frequencies of positions: a damaged config can make them fill
-# the memory.  Real ones have a few thousand elements.
+# The most elements of computed tables, such as frequencies of positions, together: a damaged config
+# can make them fill the memory.  Real ones have a few thousand elements.
 _MOST_COMPUTED = 1 << 24
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXACT = ("F32", "F64")  # dtypes in safetensors with at least the precision of fp32
@@ -80,7 +80,8 @@ class LocalCheckpoint:
 
     folder: a temporary folder, from which `load_model` loads the model, and which is deleted with
         this object.  Its config names no remote code and no vision tower.
-    empty: the model on the meta device, with the language-model head if that was fetched.
+    empty: `model` cut to these layers, on the meta device, with the language-model head if that was
+        fetched.
     fit: how the weights fit the model; None for a pickle, which has no header.
     tensors: descriptions of the weights, from the headers; None for a pickle.
     """
@@ -94,7 +95,7 @@ class LocalCheckpoint:
 
 def fetch_tokenizer(model: Model) -> Source | None:
     """Download the tokenizer.  Returns its files, whose folder AutoTokenizer can load; None if
-    there is no tokenizer.
+    `Model.tokenizer_source` is None.
 
     It is small, and with it an invalid prompt is found before the weights are downloaded.
     Raises what `Model.tokenizer_source` and `Source.path` raise.
@@ -116,11 +117,12 @@ def fetch(
     """Download and check the files that layers 0 to `deepest_layer` need.
 
     deepest_layer: None: all layers.  head: also the language-model head.
-    progress: called with one line before a download; the hub's client draws its bars on stderr.
+    progress: called with one line if something must be downloaded, before that; the hub's client
+        draws its bars on stderr.
 
     Raises BadInputError if transformers cannot use the config, or if the weights do not fit it.
-    Both are checked before any large download, except for buffers, for a pickle and for quantised
-    weights that transformers does not decode on loading: `load_model` checks how those fit.
+    Both are checked before any large download.  How buffers, a pickle, and quantised weights that
+    transformers does not decode on loading fit, `load_model` checks.
     Raises ModelUnavailableError if a file is not available, is truncated or corrupt, or lacks
     weights that it should have.
     Raises MissingCapabilityError if the disk has no room, if a file may not be read or written, or
@@ -178,8 +180,8 @@ def check_space(
 ) -> tuple[int, int]:
     """The number of files that `fetch` and `fetch_tokenizer` would download, and their bytes.
 
-    MissingCapabilityError unless the hub's cache has room for them.  For a local folder, whose
-    tokenizer may be on the hub, the room is not checked.
+    Raises MissingCapabilityError unless the hub's cache has room for them.  For a local folder,
+    whose tokenizer may be on the hub, the room is not checked.
     """
     to_download = [file for file in model.files(deepest_layer, head=head) if not file.cached]
     need_bytes = sum(file.size_bytes for file in to_download)
@@ -189,8 +191,8 @@ def check_space(
 
 
 def check_fetch(model: Model, deepest_layer: int | None = None, *, head: bool = False) -> None:
-    """Raise, before a download, the error of `fetch` or `load_model` for a full disk, or for
-    weights that do not fit the config.
+    """Raise, before a download, the error of `fetch` or `load_model` for too little room in the
+    hub's cache, or for weights that do not fit the config.
 
     If all files of `Model.files` are on this machine, the model is loaded on the meta device.  If
     one is not, or the weights are quantised, only the headers are read.  Then the weights of a
@@ -332,7 +334,8 @@ def _refuse_codes(
     Tensors that are no weights of the model may have any dtype.
     places: the destinations of stored weights.  lost: names of parameters without a stored key;
     codes in the module of one are taken for it, because they may have another name.
-    decoded: the destinations of weights and scales that transformers decodes.
+    decoded: the destinations of weights and scales that transformers decodes; empty without a
+    quantisation.
     """
     modules = {_module(name) for name in lost}
     for name, tensor in stored.items():
@@ -360,7 +363,7 @@ def _undecodable(model: Model, name: str, dtype: str) -> BadInputError:
 def _is_scaled(name: str, stored: StoredWeights, decoded: Destinations) -> bool:
     """Whether the tensor `name` is a scale, or has one with which transformers decodes it.
 
-    decoded: see `_refuse_codes`; empty without a quantisation.
+    decoded: see `_refuse_codes`.
     """
     if name not in decoded:
         return False
@@ -387,8 +390,10 @@ def _module(name: str) -> str:
 
 
 def _refuse_classifier(label: str, keys: Iterable[str], empty: PreTrainedModel) -> None:
-    """BadInputError if the model needs a language-model head, and the checkpoint has only another
-    head.
+    """BadInputError if the model has a language-model head, and the checkpoint has only a head that
+    predicts no tokens.
+
+    keys: the stored keys.  empty: the model on the meta device.
     """
     heads = [key for key in keys if _OTHER_HEAD.search(key)]
     predicts = any(key.endswith(_HEAD) for key in keys)
@@ -517,8 +522,8 @@ def _in_fp32(model_class: type[PreTrainedModel], names: Collection[str]) -> Iter
     """While the context is open, transformers loads these parameters in fp32, on any device.
 
     Otherwise they would get the dtype of the other weights.  transformers loads a weight in the
-    dtype of the empty model's parameter, which `post_init` can therefore set: it ends the making of
-    that model.
+    dtype of the empty model's parameter.  `post_init`, which is called last when the empty model is
+    built, can therefore set that dtype.
 
     names: of parameters of `model_class`.
     """
@@ -539,7 +544,8 @@ def _in_fp32(model_class: type[PreTrainedModel], names: Collection[str]) -> Iter
 
 @contextmanager
 def _whole_blocks() -> Iterator[None]:
-    """While the context is open, transformers decodes FP8 weights whose last block is cut off.
+    """While the context is open, transformers also decodes FP8 weights whose last blocks are cut
+    off.
 
     Such a weight is padded to whole blocks.  transformers itself would divide it into as many equal
     blocks as there are scales, which do not belong to these blocks, or refuse it.
@@ -584,8 +590,9 @@ def _whole_blocks() -> Iterator[None]:
 def unpickled(path: Path) -> Any:
     """The object that torch.save has written to a file, on the CPU.  No code in it is executed.
 
-    Raises pickle.UnpicklingError for an object of a class that torch does not allow, and errors of
-    any class, that one included, for a damaged file or one in the format before torch 1.6.
+    Raises pickle.UnpicklingError for an object of a class that torch does not allow.  For a damaged
+    file, and for one in the format before torch 1.6, it raises errors of any class, and may raise
+    that one, too.
     """
     with zipfile.ZipFile(path) as archive:  # torch.load does not compare the checksums
         if damaged := archive.testzip():
@@ -597,8 +604,9 @@ def unpickled(path: Path) -> Any:
 def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
     """The tensors of floats in the checkpoint's pickle, by stored name.  Other entries are ignored.
 
-    Raises BadInputError if a weight of the model is no such tensor, if the pickle holds no tensor
-    of floats, a name that is no text, or code, and ModelUnavailableError for a damaged file.
+    Raises BadInputError if an entry with the name of a weight is no such tensor, if the pickle
+    holds no such tensor at all, or if it holds a name that is no text or an object that torch does
+    not allow.  Raises what `broken_file` returns for a damaged file.
     """
     path = local.folder / PICKLE
     label = local.model.source.label
@@ -634,7 +642,7 @@ def _pickled(local: LocalCheckpoint) -> dict[str, Tensor]:
 
 
 def _is_dense(entry: object) -> bool:
-    """Whether an entry of a pickle is a strided tensor of floats, also of 8 bits, with values."""
+    """Whether an entry of a pickle is a strided tensor of 8-bit or longer floats, with values."""
     return (
         isinstance(entry, Tensor)
         and entry.layout == torch.strided
@@ -644,9 +652,11 @@ def _is_dense(entry: object) -> bool:
 
 
 def _described(tensor: Tensor) -> TensorInfo:
-    """The description of a tensor, as in the header of a safetensors file."""
+    """The description of a tensor, as in the header of a safetensors file; of a dtype that is not
+    in `FLOATS`, with torch's name for it.
+    """
     codes = {getattr(torch, name): code for code, name in FLOATS.items()}
-    # Any other dtype gets torch's name for it, with which `_refuse_codes` refuses it.
+    # `_refuse_codes` refuses any other dtype
     code = codes.get(tensor.dtype, str(tensor.dtype))
     return TensorInfo(code, list(tensor.shape), (0, tensor.nbytes))  # type: ignore[arg-type]
 
@@ -656,7 +666,8 @@ def _refuse_missing(model: Model, lost: set[str], unused: Iterable[str]) -> None
 
     lost: names of parameters and buffers without weights; if there are none, there is no error.
     unused: stored keys that belong to no parameter.  If one of them resembles a lost name in the
-    first layer that has any, the message says why the names differ.
+    first layer that has lost names, the error is a BadInputError whose message says why the names
+    differ.  Otherwise it is a ModelUnavailableError.
     """
     label = model.source.label
     in_layers = grouped([name for name in sorted(lost) if "layers." in name], layer_index)
@@ -700,7 +711,7 @@ def _wraps(key: str, name: str) -> bool:
 
 def _place(name: str) -> tuple[list[str], str]:
     """The parts of a weight's name on which different libraries agree: its numbers, and its last
-    two parts.
+    two parts, in lower case.
     """
     path = name.casefold().split(".")
     return [part for part in path if part.isdecimal()], ".".join(path[-2:])
@@ -730,8 +741,9 @@ def infer_devices(model: PreTrainedModel, room: Mapping[Device, int]) -> DeviceM
     room: bytes for weights on each device, in the order in which they are filled; at least one that
         is not the disk.  The model begins on the first device.  If "disk" is a key, weights without
         room go to the disk; its number is not read.
-    None if there is too little room, if a number is negative, or if the first device has no room
-    for the token embedding.
+
+    Returns None if there is too little room, if a number is negative, or if the first device has no
+    room for the token embedding.
     """
     most = {device: size for device, size in room.items() if device != "disk"}
     if min(most.values()) < 0:
@@ -761,8 +773,8 @@ def device_of(name: str, devices: DeviceMap) -> Device:
 
 
 def weights_by_device(model: PreTrainedModel, devices: DeviceMap) -> dict[Device, Allocation]:
-    """The number of decoder layers whose first weights are on each device, and the bytes of all
-    weights there.
+    """For each device with weights: the number of decoder layers whose first weight is there, and
+    the bytes of all weights there.
     """
     sizes: Counter[Device] = Counter()
     layers: dict[int, Device] = {}
@@ -780,8 +792,9 @@ def largest_streamed(model: PreTrainedModel, devices: DeviceMap, main: Device) -
     """Bytes of the largest streamed decoder layer, or weight outside of layers, and of the largest
     streamed module; 0 if none is streamed.
 
-    Streamed weights are brought to `main` for each forward call, one module's own weights at a
-    time, without those of its submodules.
+    Streamed weights are those on the CPU or on the disk, unless that is `main`.  They are brought
+    to `main` for each forward call, one module's own weights at a time, without those of its
+    submodules.
     main: the device of the first layers, which also computes the modules that are not on a GPU.
     """
     layers: Counter[object] = Counter()  # by layer index; a weight outside of layers by its name

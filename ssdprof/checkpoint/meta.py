@@ -143,15 +143,17 @@ def _check_quantization(quantization: ModelConfig, repo_id: str) -> None:
 
 
 def _build(config: PretrainedConfig, *, head: bool = False) -> PreTrainedModel:
-    """The model on the meta device.  Raises what transformers raises."""
+    """The model on the meta device; head: with its language-model head.  Raises what transformers
+    raises.
+    """
     auto_class = transformers.AutoModelForCausalLM if head else transformers.AutoModel
     with torch.device("meta"):
         return auto_class.from_config(config)
 
 
 def _refused_field(config: ModelConfig, *, head: bool) -> str | None:
-    """A field without which transformers accepts a refused config: "hidden_act = 'none'"; None if
-    there is none, or it is not found within `SEARCH_S`.
+    """The first field, in alphabetical order, without which transformers accepts a refused config:
+    "hidden_act = 'none'"; None if there is none, or it is not found within `SEARCH_S`.
     """
     deadline = time.monotonic() + SEARCH_S
     for field in sorted(config.keys() - {"model_type"}):
@@ -177,7 +179,8 @@ def destinations(
     keys: stored keys.
     key_mapping: renamings that come first, as `from_pretrained` takes them.
     decoded: with the conversions that decode quantised weights, so that scales have the
-        destinations of the weights that they decode, and no weight stays as it is.
+        destinations of the weights that they decode.  The model's config must then have a
+        quantization_config.
     """
     quantizer = None
     if decoded:
@@ -235,8 +238,8 @@ def missing(model: PreTrainedModel, places: Destinations) -> set[str]:
 
 
 def accepts(config: ModelConfig) -> bool:
-    """Whether transformers reads a config without an error; whether it can build the model from it
-    is not tried.
+    """Whether transformers reads a config without an error.  Whether it can build the model from
+    the config is not tried.
     """
     with quiet_transformers(), suppress(Exception):  # transformers raises errors of any class
         return bool(_parsed(config))

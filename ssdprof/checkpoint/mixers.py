@@ -52,7 +52,8 @@ class Mixer:
 def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
     """Every mixer of `model`, in the order of its decoder layers.
 
-    what: names the model in messages; empty: its class does.
+    what: names the model in the message if there is none; empty: its class does.
+
     Raises BadInputError if there is none, if one is in no numbered decoder layer, or if two share a
     layer.
     """
@@ -77,7 +78,7 @@ def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
     if not mixers:
         kinds = _kinds_of_layers(model) or ["nothing with weights"]
         raise BadInputError(
-            f"{what or type(model).__name__} has no SSD or gated-delta-rule layer: its layers are "
+            f"{what or type(model).__name__} has no SSD, GDN or KDA layer: its layers are "
             f"of {words(kinds)}.",
             SUPPORTED,
         )
@@ -86,14 +87,15 @@ def find_mixers(model: nn.Module, what: str = "") -> tuple[Mixer, ...]:
 
 def _kinds_of_layers(model: nn.Module) -> list[str]:
     """The class names of the modules directly in the model's layers, such as layers.3.mlp, without
-    those that have no weight matrix.
+    those that have no weight matrix.  Each name is listed once.
     """
-    kinds: dict[str, None] = {}
-    for name, module in model.named_modules():
-        is_in_a_layer = re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)
-        if is_in_a_layer and any(parameter.ndim > 1 for parameter in module.parameters()):
-            kinds[type(module).__name__] = None
-    return list(kinds)
+    kinds = [
+        type(module).__name__
+        for name, module in model.named_modules()
+        if re.fullmatch(r"[^\d]*\.\d+\.[^.]+", name)
+        and any(parameter.ndim > 1 for parameter in module.parameters())
+    ]
+    return list(dict.fromkeys(kinds))
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -70,7 +70,7 @@ class Model:
     named_quantization: the quantisation that the config names; None: it names none.
     random_weights: whether the weights are random numbers, as the config says.
     tokenizer: hub id or folder that the user named; None: the user named none.
-    siblings: other repos of the family that the user named; empty if the user named a repo.
+    siblings: other repos of the family that the user named; empty if the user named no family.
     notes: sentences for the user before the run, such as which repo a family name means.
     adapter: name of a file of an adapter beside the weights; empty: there is none.
     """
@@ -96,7 +96,7 @@ class Model:
                 f"{self.adapter} of {self.source.label} is not applied: these are the layers of "
                 "the model without its adapter."
             )
-        if self.weights.shards and SINGLE in self.weights.outside_index():
+        if SINGLE in self.weights.outside_index():
             yield (
                 f"{SINGLE} of {self.source.label} is not read: {INDEX} places the weights in "
                 f"{words(self.part(None).files)}."
@@ -121,8 +121,8 @@ class Model:
     def on_meta(self) -> PreTrainedModel:
         """The whole base model on the meta device, as if its weights were not quantised.
 
-        Raises what `meta.build` raises, and BadInputError for a model type or a quantisation that
-        transformers does not know.
+        Raises what `meta.build` raises, and BadInputError for a model type that transformers does
+        not know, and for weights in codes with a quantisation that it does not know.
         """
         meta.check_known(self.config, self.where)
         if self.config.get("quantization_config") and self.weights.has_codes:
@@ -206,7 +206,7 @@ class Model:
         return self._number("vocab_size")
 
     def _number(self, key: str) -> int | None:
-        """A number in the config; None if it has no positive integer with this key."""
+        """The positive integer that the config has with this key; None if it has none."""
         value = self.config.get(key)
         return value if isinstance(value, int) and value > 0 else None
 
@@ -222,8 +222,8 @@ class Model:
         """The number of decoder layers to load so that layer `deepest_layer` (None: the last one)
         can run.
 
-        It is larger than deepest_layer + 1 if the model definition needs an attention layer.
-        Raises BadInputError if the model has no such layer.
+        It is larger than deepest_layer + 1 if the model definition needs an attention layer, and
+        the first one comes later.  Raises BadInputError if the model has no layer `deepest_layer`.
         """
         if deepest_layer is None:
             return self.layer_count
@@ -301,7 +301,8 @@ class Model:
         head: also of the language-model head, if it is stored.
         dtype: the dtype in which they are loaded, named as in torch; None: the checkpoint's own.
 
-        The headers of safetensors files are read.  For a pickle it is the size of the file.
+        The headers of safetensors files are read.  For a pickle it is the size of the file, with
+        all layers and the head.
         """
         return self.part(deepest_layer, head=head).bytes(dtype or self.dtype)
 
@@ -310,8 +311,9 @@ class Model:
         """The files among which the tokenizer is; None if the user named none and the checkpoint
         has none.  For the original format it is that of `DEFAULT_TOKENIZER`.
 
-        Raises ModelUnavailableError or BadInputError if the named one is not available, or if the
-        hub, which may have the checkpoint's, is unreachable and none is cached.
+        Raises BadInputError if the named one has an empty name or no vocabulary, and what `Source`
+        and `HubRepo` raise if it is not available, or if the hub, which may have the checkpoint's,
+        is unreachable and none is cached.
         """
         named = self.tokenizer
         if named is None:
@@ -365,8 +367,8 @@ def open_model(named: str, *, revision: str | None = None, tokenizer: str | None
     revision: branch, tag, commit or refs/pr/N on the hub; None: the main branch.
     tokenizer: hub id or folder of the tokenizer; None: the checkpoint's own.
 
-    Raises ModelUnavailableError if the checkpoint is not available, and BadInputError if it is an
-    adapter alone or if its config shows that ssdprof cannot measure it.
+    Raises what `_find` raises if the checkpoint is not available, and BadInputError if it is an
+    adapter alone, if it has no config.json, or if its config shows that ssdprof cannot measure it.
     """
     source, family = _find(named, revision)
     adapter = next((name for name in source.sizes if name.startswith("adapter_model.")), "")
@@ -455,8 +457,8 @@ def _local(name: str) -> Source | None:
 
 
 def _open_repo(repo_id: str, revision: str | None) -> Source:
-    """The files of a repo on the hub.  If that fails for an unknown repo, the hint lists similar
-    names.
+    """The files of a repo on the hub.  If that fails for a repo that is not in `KNOWN`, the hint
+    lists similar names.
     """
     try:
         return HubRepo(repo_id, revision)

@@ -17,7 +17,7 @@ from ssdprof import operators
 from ssdprof.errors import BadInputError
 
 DEMO_FOLDERS = {folder.name: folder for folder in sorted(Path(__file__).parent.glob("demo*"))}
-_LEAST_RATIO = 0.83  # difflib's ratio from which a name counts as a typo of another one
+_LEAST_RATIO = 0.83  # with at least this ratio of difflib, a name counts as a typo of another one
 _MOST_SUGGESTIONS = 4  # names that are suggested
 
 
@@ -62,10 +62,11 @@ class Family:
 def _family(
     organisation: str, checkpoints: list[dict[str, Any]], typed: Sequence[str] = (), **row: Any
 ) -> Family:
-    """The family of a table of families.toml.
+    """The family that a table of families.toml describes.
 
-    In the file, `layers` of a checkpoint is a list: the number of layers with an operator, and of
-    all layers.  It has a single number if all layers have an operator.
+    typed, row: as in `Family`.  In the file, `layers` of a checkpoint is a list: the number of
+    layers with an operator, and of all layers.  It has a single number if all layers have an
+    operator.
     """
     names = operators.get(row["operator"]).mixer_sizes
     known: list[KnownCheckpoint] = []
@@ -120,11 +121,10 @@ def siblings_that_fit(repo_id: str, budget_bytes: int) -> tuple[KnownCheckpoint,
 
 def is_folder(name: str) -> bool:
     """Whether a name means a local folder: a file or folder has it, or only a path can have it."""
-    separators = (os.sep, os.altsep or os.sep)
     return (
         os.path.exists(os.path.expanduser(name))
-        or name.startswith((".", "~", *separators))
-        or name.endswith(separators)
+        or name.startswith((".", "~", os.sep))
+        or name.endswith(os.sep)
     )
 
 
@@ -137,8 +137,8 @@ def close_names(typed: str) -> list[str]:
     may_be_beginning = typed_end and not any(map(str.isdigit, typed_end))
 
     def likeness(name: str) -> float:
-        """From 0 to 1: how well `typed` matches the name, or its end matches the name's end or a
-        word or the beginning of that.
+        """From 0 to 1: how well `typed` matches the name, or the end of `typed` matches the end of
+        the name, a long word of that end, or, if `typed` has no digits, the beginning of that end.
         """
         end = name.rpartition("/")[2].casefold()
         parts = [end]
@@ -188,8 +188,8 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
         0, 1 and 3.  Or numbers and ranges, such as "3,7" and "0-3,7", which are decoder layer
         indices; a range includes both ends, and selects its layers with an operator.
 
-    Raises BadInputError for a spec that cannot be read, for more layers than there are, and for a
-    number or a range without a layer of `indices`; the message lists those.
+    Raises BadInputError for a spec that cannot be read, for "first:N" with more layers than there
+    are, and for a number or a range without a layer of `indices`; the message lists `indices`.
     """
     check_layers(spec)
     text = spec.strip().lower()
@@ -221,6 +221,6 @@ def select_indices(spec: str, indices: Sequence[int]) -> tuple[int, ...]:
 
 
 def shown(value: object) -> str:
-    """The repr of `value` for a message, of at most 60 characters: a config may hold any text."""
+    """The repr of `value` for a message, cut to 60 characters: a config may hold any text."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

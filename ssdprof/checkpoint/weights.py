@@ -88,11 +88,12 @@ class Weights:
         """The needed tensors by key, with their dtypes and shapes, from the headers of the files.
 
         On the hub this takes a few requests for each file, and no download.  If several files have
-        a tensor, the one counts in which the index places it.
+        a tensor, the one counts in which the index places it.  Not for a pickle, which has no
+        header.
 
-        Raises ModelUnavailableError if a file lacks a tensor that the index places in it, and
-        BadInputError if two files have a tensor that is not in the index; and what `Source.header`
-        raises, for a file that is missing or damaged.
+        Raises ModelUnavailableError if a file lacks a needed tensor that the index places in it,
+        and BadInputError if two files have a needed tensor that is not in the index; and what
+        `Source.header` raises, for a file that is missing or damaged.
         """
         assert not self.pickled, "a pickle has no header"
         tensors: dict[str, TensorInfo] = {}
@@ -128,17 +129,13 @@ class Weights:
             return set()
         return {key for key in self.source.header(file) if self.shards.get(key, file) != file}
 
-    @property
-    def _all_files(self) -> set[str]:
-        """The names of all files of weights that the checkpoint uses."""
-        if self.single is not None:
-            return {self.single}
-        assert self.shards is not None, "there is an index or a single file"
-        return set(self.shards.values())
-
     def outside_index(self) -> tuple[str, ...]:
-        """The names of safetensors files that the checkpoint does not use."""
-        unused = self.source.sizes.keys() - self._all_files
+        """The names of safetensors files that the index does not name, which are not read.  Empty
+        without an index.
+        """
+        if self.shards is None:
+            return ()
+        unused = self.source.sizes.keys() - set(self.shards.values())
         return tuple(sorted(name for name in unused if name.endswith(".safetensors")))
 
     @property
@@ -150,15 +147,18 @@ class Weights:
         """
         if self.pickled:
             return True
-        headers = map(self.source.header, sorted(self._all_files))
+        files = {self.single} if self.single else set((self.shards or {}).values())
+        headers = map(self.source.header, sorted(files))
         return any(tensor.dtype not in FLOATS for header in headers for tensor in header.values())
 
     def bytes(self, dtype: str | None) -> int:
         """Bytes of the needed weights in memory.
 
-        Floats are cast, and 8-bit floats are decoded, to `dtype`; None: they stay as stored, as
-        other tensors do.  The few that `load_model` keeps in fp32 count as if they were cast, and
-        scales as if they were kept.  For a pickle it is the size of the file.
+        dtype: floats are cast, and 8-bit floats are decoded, to it, if it is one of `SIZES`.
+            Otherwise, and for None, they stay as stored, as other tensors do.
+
+        The few that `load_model` keeps in fp32 count as if they were cast, and scales as if they
+        were kept.  For a pickle it is the size of the file.
         """
         if self.pickled:
             return self.source.sizes[PICKLE]
@@ -174,14 +174,16 @@ class Weights:
 
 
 def find_weights(source: Source, *, is_original: bool) -> Weights:
-    """The checkpoint's weights, in safetensors files if there are any.
+    """The checkpoint's weights: those that an index names, or else a single file of safetensors, or
+    else the pickle of the original format.
 
-    An index is preferred to a single file, unless the checkpoint lacks files that it names.
+    If there is an index and a single file, and all files of the checkpoint are known, the single
+    file is taken if the checkpoint lacks files that the index names.
     is_original: whether the checkpoint has the original format, in which a pickle is read.
 
     Raises BadInputError if ssdprof can read none of the files, what `_read_index` raises, and
-    ModelUnavailableError if the hub, which may have an index, is unreachable and no weights are
-    cached.
+    ModelUnavailableError if the hub, which may have an index, is unreachable and neither an index
+    nor a single file is cached.
     """
     if INDEX in source.sizes:
         shards = _read_index(source.path(INDEX))
@@ -205,11 +207,12 @@ def find_weights(source: Source, *, is_original: bool) -> Weights:
         if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors"))
     )
     only = f", only {', '.join(others[:3])}" if others else ""
+    hint = "Take a revision with safetensors (refs/pr/1 is often one)"
+    if source.revision is None:
+        hint = "Copy the missing file into the folder"
     raise BadInputError(
         f"{source.label} has no {SINGLE} and no {INDEX}{only}.",
-        source.inner_checkpoints()
-        or "Take a revision with safetensors (refs/pr/1 is often one), or save the model again "
-        "with save_pretrained.",
+        source.inner_checkpoints() or f"{hint}, or save the model again with save_pretrained.",
     )
 
 
@@ -252,7 +255,7 @@ def _read_index(path: Path) -> dict[str, str]:
             raise BadInputError(
                 f"{INDEX} names {shown(file)}, which is no safetensors file inside the "
                 "checkpoint's folder.",
-                "Do not trust this checkpoint: no honest tool writes such an index.",
+                "Do not trust this checkpoint: save_pretrained writes no such index.",
             )
     # without "./" at the start
     return {key: str(PurePosixPath(file)) for key, file in shards.items()}

@@ -361,11 +361,12 @@ def _parsed(what: Literal["gate", "change"], text: str) -> tuple[str, float, re.
 def parse_percent(option: str, text: str) -> float:
     """The fraction of a text such as "1%", which is 0.01.
 
-    option: named in messages.  Raises BadInputError for anything but 0 <= percentage < 100.
+    option: named in messages.  Raises BadInputError for anything but 0 <= percentage < 100, and for
+    what is no text: 0.01 from a program could mean 1% or 0.01%.
     """
     try:
         value = float(text.strip().removesuffix("%"))
-    except ValueError:
+    except (ValueError, AttributeError):
         value = math.nan
     if not 0 <= value < 100:
         raise BadInputError(

@@ -33,8 +33,8 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?<![A-Z])KEY(?![A-Z])")
 
 
 def python(module: str) -> tuple[str, ...]:
-    """The command that runs a module with the same interpreter.  With -P, files in the current
-    directory do not hide modules.
+    """The start of a command that runs a module with the same interpreter; the module's arguments
+    follow.  With -P, files in the current directory do not hide modules.
     """
     return (sys.executable, "-P", "-m", module)
 
@@ -53,12 +53,13 @@ def run(
 ) -> tuple[int | None, str]:
     """Run a command in a process group of its own.  Afterwards no process of the group is left.
 
+    timeout_s: the seconds after which the command is stopped.
     environ: all environment variables of the command.
-    signs: a file.  Each time that the command changes it, the command may take `timeout_s` more.
+    signs: a file to which the command appends.  Each time that the file has grown, the command may
+        take `timeout_s` from then on.
 
     Returns the exit code, negative for a signal, and the text of stdout and stderr together.  The
-    exit code is None if the command was stopped after `timeout_s` seconds.  Raises OSError if it
-    cannot be started.
+    exit code is None if the command was stopped.  Raises OSError if it cannot be started.
     """
     code: int | None = None
     with (
@@ -119,9 +120,8 @@ def run_sampler(folder: Path, number: int) -> None:
     """Run `jobs.sample` in a new process, which adds its samples to the report in `folder` as
     process `number`.
 
-    A sampler that fails is no error here, so that its exit status is not read: the file of its
-    samples stays incomplete, and the report is partial.  Its stdout is dropped; its errors go to
-    stderr.
+    A sampler that fails is no error here, and its exit status is not read: the file of its samples
+    stays incomplete, and the report is partial.  Its stdout is dropped; its errors go to stderr.
     """
     command = (*python("ssdprof.jobs.sample"), str(folder), str(number))
     subprocess.run(command, env=os.environ | search_path(), stdout=subprocess.DEVNULL)
@@ -150,7 +150,7 @@ class Ended(NamedTuple):
         SIGSEGV".
         """
         # faulthandler, which `tell` starts, ends the process with exit code 1, and only while a
-        # user's kernel runs: then the last "case" names it
+        # user's kernel runs: then the last line "case ..." names the case
         if self.last("case") and self.code == 1 and self.quiet_s >= _SILENT_S:
             return f"was stopped: a call of its kernel did not end within {_SILENT_S:g} s"
         law = self.last("law")
@@ -158,8 +158,8 @@ class Ended(NamedTuple):
         return f"ended early, with {how_ended(self.code)}{where}"
 
     def last(self, word: str) -> str | None:
-        """What follows `word` in the last line whose first word it is, empty if nothing does; None
-        if there is no such line.
+        """What follows `word` in the last line that begins with this word, empty if nothing does;
+        None if there is no such line.
         """
         for line in reversed(self.lines):
             first, _, text = line.partition(" ")
@@ -168,10 +168,10 @@ class Ended(NamedTuple):
         return None
 
 
-# file descriptor to which `tell` writes; None: this process is no child of `fork`
+# the file descriptor to which `tell` writes; None: this process is no child of `fork`
 _channel_fd: int | None = None
 _at_work = False  # whether a user's kernel runs
-_alive_s = 0.0  # time of the last "alive", in seconds of time.monotonic
+_alive_s = 0.0  # when `alive` last sent a line, in seconds of time.monotonic
 
 
 def end_with(parent: int) -> None:
@@ -186,8 +186,8 @@ def end_with(parent: int) -> None:
 
 
 def tell(line: str) -> None:
-    """Send the parent a line, whose first word says what kind it is.  Only a child of `fork` does;
-    elsewhere this has no effect.
+    """Send the parent a line, whose first word says what kind it is.  Outside of a child of `fork`
+    this has no effect.
 
     From the line "case CASE" to the line "case" a user's kernel runs.  If no line is sent for
     `_SILENT_S` meanwhile, Python prints where the kernel hangs, and ends this process with exit
@@ -220,8 +220,9 @@ def finish(code: int) -> None:
     """End this process with all of its threads, if it is a child of `fork`.  Elsewhere this has no
     effect.
 
-    The parent gets the line "exit CODE" only if stdout and stderr could be written; without the
-    line, the parent reports that the child ended early.
+    The exit handlers of Python run, for at most `_LINGER_S`.  If stdout or stderr cannot be
+    written, they do not run, and the parent gets no line "exit CODE": then it reports that the
+    child ended early.
     """
     if _channel_fd is None:
         return

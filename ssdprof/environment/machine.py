@@ -57,8 +57,8 @@ TRANSFER_BYTES = 256 << 20  # of a measurement of transfer speed; a fast disk ta
 
 
 def collect() -> Environment:
-    """The current GPU, if there is one, the machine and the versions.  The record has no host name,
-    user name, path or token.
+    """The current GPU, if there is one, the machine, and the versions of the packages of
+    `_PACKAGES` that are installed.  The record has no host name, user name, path or token.
     """
     versions = {name: installed_version(name) for name in _PACKAGES}
     packages = {name: number for name, number in versions.items() if number is not None}
@@ -188,8 +188,8 @@ def ask_nvml(question: Callable[[ModuleType], T]) -> T | None:
 def free_memory(device: torch.device) -> int:
     """Bytes that this process can still allocate on `device`, a GPU or the CPU.
 
-    On a GPU, this counts the memory that torch has cached.  Other processes may use memory, and
-    `torch.cuda.set_per_process_memory_fraction` may have set a limit.
+    On a GPU, these are the bytes that no process uses and those that torch has cached, or fewer if
+    `torch.cuda.set_per_process_memory_fraction` has set a limit.  Raises what `gpu_memory` raises.
     """
     if device.type != "cuda":
         return host_memory()
@@ -215,7 +215,9 @@ def gpu_memory(device: torch.device | None = None) -> tuple[int, int]:
 
 
 def host_memory() -> int:
-    """Bytes of main memory available to this process.  Ranks have equal shares of the memory."""
+    """Bytes of main memory available to this process: with several ranks, its share of them, which
+    is equal for all ranks.
+    """
     return _available() // rank_count()
 
 
@@ -255,8 +257,8 @@ def _left_in_groups() -> Iterator[int]:
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """Name -> number, from a file with a name and a number in each line.  A colon after the name is
-    part of the name.
+    """Name -> number, from a file whose lines begin with a name and a number.  A colon after the
+    name is part of the name; a unit after the number is ignored.
     """
     rows = [line.split() for line in file.read_text().splitlines()]
     return {row[0]: int(row[1]) for row in rows}
@@ -266,8 +268,8 @@ def _numbers(file: Path) -> dict[str, int]:
 
 
 def read_bytes_per_s(file: Path) -> float | None:
-    """Speed at which the first `TRANSFER_BYTES` of a file are read, in bytes a second; None for an
-    empty file.
+    """Speed at which at most the first `TRANSFER_BYTES` of a file are read, in bytes a second; None
+    for an empty file.
 
     Linux is first asked to drop these bytes from the page cache, so that the disk is measured.
     """
@@ -284,8 +286,8 @@ def read_bytes_per_s(file: Path) -> float | None:
 
 
 def copy_bytes_per_s(device: torch.device, most: int) -> float:
-    """Speed of a copy from pageable main memory to a GPU, in bytes a second.  The first of two
-    copies is a warm-up.
+    """Speed of a copy from pageable main memory to a GPU, in bytes a second.  The second of two
+    copies is timed.
 
     most: bytes for which the GPU has room, at least 1.  No more than `TRANSFER_BYTES` are copied.
     """

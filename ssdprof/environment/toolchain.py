@@ -81,8 +81,8 @@ def _need(name: str, met_by: str, lacking: str, command: str) -> Check:
 
 
 def needs() -> Iterator[Check]:
-    """The checks of all requirements for compiling a kernel.  The headers of the C library are
-    checked only if there is a compiler, which finds them.
+    """The checks of all requirements for compiling a kernel.  Without a compiler there is no check
+    of the C library's headers, because the compiler finds them.
     """
     compiler = _compiler()
     yield compiler
@@ -98,7 +98,8 @@ def require_gpu(what: str, hint: str) -> torch.device:
     cannot compile, or if CUDA cannot start the GPU.
 
     what: beginning of the message, such as "A bench needs".
-    hint: what to do in interpreter mode, or if `unusable_gpu` does not know why torch has no GPU.
+    hint: what to do if torch has a GPU, and Triton's interpreter is on, or if `unusable_gpu` does
+        not know why torch has none.
     """
     if not torch.cuda.is_available() or INTERPRETED:
         reason = "Triton's interpreter is on" if torch.cuda.is_available() else "torch sees none"
@@ -108,8 +109,8 @@ def require_gpu(what: str, hint: str) -> torch.device:
 
 
 def require_toolchain() -> None:
-    """Raises MissingCapabilityError for the first requirement that is not met, or if CUDA cannot
-    start the GPU.
+    """Raises MissingCapabilityError for the first requirement of `needs` that is not met, or if
+    torch sees a GPU that CUDA cannot start.
     """
     for need in needs():
         if need.status == "missing":
@@ -152,7 +153,7 @@ def unusable_gpu() -> str:
 
 def _names_a_gpu(name: str, uuids: Sequence[str]) -> bool:
     """Whether a name in CUDA_VISIBLE_DEVICES is that of a GPU: its number, or the beginning of its
-    UUID.  A name of a MIG device counts as one, and is not checked.
+    UUID.  Any name that begins with "MIG-" counts as that of a GPU.
 
     uuids: of all GPUs, in the order of their numbers.
     """
@@ -173,7 +174,9 @@ def cuda_torch(begins: str = "Run") -> str:
 
 
 def installs(what: Literal["ncu", "driver"]) -> str:
-    """The command that installs NVIDIA's profiler or driver with this machine's package manager."""
+    """The command that installs NVIDIA's profiler or driver with this machine's package manager,
+    and in parentheses the repository that has the package, unless Ubuntu's own tool installs it.
+    """
     if what == "driver" and shutil.which("ubuntu-drivers"):
         return "ubuntu-drivers install"
     package = {"ncu": "nsight-compute", "driver": "nvidia-driver"}[what]
@@ -181,8 +184,9 @@ def installs(what: Literal["ncu", "driver"]) -> str:
 
 
 def others_on_gpu(uuid: str) -> int | None:
-    """The number of other processes that compute on the GPU; None if the driver does not report
-    it.
+    """The number of other processes that compute on the GPU; None if the driver does not report it.
+
+    uuid: of torch's current GPU, as `current_uuid` returns it.
     """
 
     def count(nvml: ModuleType) -> int:
@@ -267,7 +271,7 @@ def _c_library(compiler: str) -> Check:
 
 
 def _headers() -> Check:
-    """The check for Python.h where Triton looks for it."""
+    """The check for Python.h in the folder where Triton looks for it."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
     package = _PYTHON_HEADERS[_manager()]
@@ -337,7 +341,7 @@ def _linked_folders() -> list[str] | None:
 
 def _cache() -> Check:
     """The check for the folder of Triton's compiled kernels and of the C modules that launch them:
-    it must be writable, and modules must load from it.
+    it, or the folder in which it would be created, must be writable, and modules must load from it.
     """
     # without a home directory this stays "~", as in Triton
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
@@ -361,8 +365,8 @@ def _cache() -> Check:
 
 
 def usable(folder: Path) -> Path | None:
-    """The folder, or its deepest parent if it does not exist; None if that is no folder in which
-    this user may write.
+    """The folder, or if it does not exist, the nearest folder above it that does; None if that is
+    no folder, or if this user may not write in it.
     """
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     is_writable = os.path.isdir(existing) and os.access(existing, os.W_OK | os.X_OK)
@@ -375,7 +379,7 @@ def _manager() -> str:
 
 
 def _installer() -> str:
-    """The command that installs packages on this machine."""
+    """The start of the command that installs packages on this machine; the packages follow."""
     return _INSTALLERS[_manager()]
 
 

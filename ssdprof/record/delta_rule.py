@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from ssdprof.kernels.inputs import Inputs
 
-# of a bounded gate, where the call names no bound: the default of cuDNN's `gate_lower_bound`
+# the bound of a bounded gate if the call names none: the default of cuDNN's `gate_lower_bound`
 _LOWER_BOUND = -5.0
 
 
 def bind(per_channel: bool, step: bool, arguments: Arguments) -> FunctionCall | None:
-    """A call in the operator's terms.  None if it is a call of the other operator.
+    """A call in the operator's terms.  None if it is a call of the other one of GDN and KDA.
 
-    per_channel: the operator is KDA, whose g has a number for each channel of K.
-    step: the function is for a few tokens of each sequence.
+    per_channel: whether the operator is KDA, whose g has a number for each channel of K.
+    step: whether the function is for a few tokens of each sequence.
     arguments: by our names, which `places.py` explains.
 
     Raises ValueError if the operator's inputs cannot express the call.
@@ -57,13 +57,16 @@ def bind(per_channel: bool, step: bool, arguments: Arguments) -> FunctionCall | 
         "cu_seqlens": states.cu_seqlens,
         "state_every": int(states.after_each_token),
     }
-    weights = {name: arguments.get(name) for name in ("A_log", "dt_bias")}
     return FunctionCall(
         inputs=inputs,
         result=partial(states.result, arguments, v),
         slots=states.slots_read,
         copied=states.copied,
-        weights={name: weight for name, weight in weights.items() if weight is not None},
+        weights={
+            name: arguments[name]
+            for name in ("A_log", "dt_bias")
+            if arguments.get(name) is not None
+        },
         activate=_activation(arguments, per_channel),
     )
 
@@ -72,10 +75,10 @@ def _queries_keys_values(
     arguments: Arguments, pool: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q and k (B, T, H, K), and v (B, T, HV, V), as views.  Those of a call without a batch get a
-    batch of 1.
+    batch of 1; those in `mixed` (B, channels) have a T of 1.
 
-    pool: (slots, HV, V, K), whose shape says how q, k and v are cut from `mixed` (B, channels).
-        Used only if the call has `mixed`.
+    pool: (slots, HV, V, K), whose shape says how q, k and v are cut from `mixed`.  Used only if the
+        call has that.
     """
     mixed = arguments.get("mixed")
     if mixed is None:
@@ -98,7 +101,8 @@ def _gates(
 ) -> Tensor:
     """g or beta of v's tokens, in this shape, (B, T, ...), as a view where that is possible.
 
-    Gates of positions behind T are padding, and are left out.
+    Gates of positions behind T are padding, and are left out if the gate has B as its first
+    dimension.
     default: the value of all gates if the call has none.
 
     Raises ValueError if the call has another number of gates.
@@ -114,8 +118,8 @@ def _gates(
 
 
 def _activation(arguments: Arguments, per_channel: bool) -> Activate:
-    """`FunctionCall.activate` of a call: computes g and beta from the gates that the call has, in
-    fp32 if they are raw.
+    """`FunctionCall.activate` of a call: computes g and beta from the gates that the call has.
+    Those that are raw become fp32; the logarithm of a linear gate keeps its dtype.
     """
     is_raw = bool(arguments.get("raw_gate", arguments.get("A_log") is not None))
     is_linear = arguments.get("domain") == "linear" and arguments.get("g") is not None
@@ -126,6 +130,7 @@ def _activation(arguments: Arguments, per_channel: bool) -> Activate:
     largest_beta = 2 if arguments.get("doubled") else 1
 
     def activate(inputs: Inputs, weights: Mapping[str, Tensor]) -> Inputs:
+        """See `place.Activate`."""
         g, beta = inputs.tensors["g"], inputs.tensors["beta"]
         if is_raw:
             g = _activated_gate(g, weights, lower_bound)
@@ -154,7 +159,8 @@ def _activated_gate(
     """g (B, T, HV) or (B, T, HV, K), fp32, from the gate before its activation, as `raw_gate` and
     `lower_bound` in `places.py` say.
 
-    weights: A_log (HV) counts as 0 if it is missing, dt_bias (HV) or (HV, K) too.
+    weights: A_log, with HV numbers, and dt_bias, with HV or HV K numbers, in any shape.  Each
+        counts as 0 if it is missing.
     """
     gate = gate.float()
     if "dt_bias" in weights:

@@ -1,9 +1,9 @@
 """Waits in a process of a recorded program until the program imports a module with places.
 
 `site/sitecustomize.py` calls `install` at the start of each Python process.  vLLM and SGLang call
-it as a plugin, also in processes to which they do not pass PYTHONPATH.  Until then, ssdprof imports
-only modules of the standard library.  The table of places, torch and the recorder are imported with
-the first module that has a place.
+it as a plugin, also in processes to which they do not pass PYTHONPATH.  Until a module with places
+is imported, ssdprof imports only modules of the standard library.  The table of places, torch and
+the recorder are imported with the first such module.
 """
 
 import json
@@ -43,8 +43,8 @@ def find_spec(
 def _wrap_after(spec: ModuleSpec) -> None:
     """Change a module's loader, so that it wraps the places as soon as it has run the module.
 
-    The module waits until then: a program may only look for the spec, and import the module later.
-    Loaders without `exec_module` stay as they are.
+    Until then the name of the module stays in `_waiting`: a program may only look for the spec, and
+    import the module later.  Loaders without `exec_module` stay as they are.
     """
     loader = spec.loader
     execute = getattr(loader, "exec_module", None)
@@ -52,9 +52,10 @@ def _wrap_after(spec: ModuleSpec) -> None:
         return
 
     def exec_module(module: ModuleType) -> None:
-        del loader.exec_module  # so that the method of the loader's class is visible again
+        # so that the method of the loader's class is visible again.  If another finder has asked
+        # this one for the spec, the loader was changed twice, and is restored already
+        vars(loader).pop("exec_module", None)
         execute(module)
-        # another finder may ask this one for a spec, so that both change the loader
         if spec.name in _waiting:
             _waiting.discard(spec.name)
             _wrap(module)
@@ -65,7 +66,8 @@ def _wrap_after(spec: ModuleSpec) -> None:
 def _wrap(module: ModuleType) -> None:
     """Wrap the places of an imported module.
 
-    An exception here, such as that of an unsupported torch, must not end the program.
+    An exception here, such as that of an unsupported torch, becomes a note: it must not end the
+    program.
     """
     try:
         import_module("ssdprof.record.wrapping").wrap_places(module)
@@ -75,8 +77,9 @@ def _wrap(module: ModuleType) -> None:
 
 
 def install() -> None:
-    """Begin to wait for modules with places if the program is recorded.  Those that are imported
-    already are wrapped at once.  A second call in a process has no effect.
+    """Begin to wait for modules with places, and wrap at once those that are imported already.
+
+    Has no effect in a program that is not recorded, and as the second call in a process.
     """
     settings = os.environ.get(VARIABLE)
     this = sys.modules[__name__]

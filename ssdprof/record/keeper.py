@@ -31,19 +31,24 @@ from ssdprof.core.target import CallRef, LayerRef
 from ssdprof.record.recorded_call import RecordedCall, rank
 from ssdprof.record.settings import PASSED, RecordSettings, note
 
-_SHARE = 0.05  # of the time that comparisons may take, if each takes less than 3 s
-# after a comparison: one that compiles kernels takes long, and those that follow it do not
+# After a comparison of t seconds there is none for t / `_SHARE` seconds, so that comparisons take
+# less than 5 % of the time.  The pause is at most `_LONGEST_PAUSE_S`, because a comparison that
+# compiles kernels takes long, and those after it do not: for comparisons of over 3 s the share is
+# larger.
+_SHARE = 0.05
 _LONGEST_PAUSE_S = 60.0
 
 
 class Keeper:
-    """Stores the calls of this process that the settings ask for."""
+    """Stores the calls of this process that the settings ask for.
+
+    most_bytes: of the calls in all rings together; the recorder may change it.
+    failed: keys of the layers that went wrong, of which no later call is wanted.
+    """
 
     def __init__(self, settings: RecordSettings, most_bytes: int) -> None:
         """Called in the program's thread.  The recorder's thread must not import any module: a
         process that is forked during an import would have half of the module.
-
-        most_bytes: of the calls in all rings together.
 
         Raises OSError if the folder of calls cannot be written.
         """
@@ -51,11 +56,11 @@ class Keeper:
         self.most_bytes = most_bytes
         if settings.when == "wrong":
             self._why_outside_budget = import_module("ssdprof.record.verdict").why_outside_budget
-        # keys of these: `RecordedCall.layer_key`
-        # the last calls, on their device
+        # the keys of these three are `RecordedCall.layer_key`
+        # the last calls of each layer, on their device
         self._rings: defaultdict[tuple[str, str], deque[RecordedCall]] = defaultdict(deque)
         self._last_numbers: dict[tuple[str, str], int] = {}  # of calls that had final states
-        self.failed: set[tuple[str, str]] = set()  # layers that went wrong: no later call is wanted
+        self.failed: set[tuple[str, str]] = set()
         self._stored_calls = self._stored_bytes = self._ring_bytes = 0
         self._provenance = Provenance(rows_are_sequences=False)
         self._next_comparison_s = time.monotonic()
@@ -69,8 +74,8 @@ class Keeper:
         return self._stored_calls >= limits.max_calls or self._stored_bytes >= limits.max_bytes
 
     def keep(self, call: RecordedCall) -> None:
-        """Store the call if it is wanted, and the calls in its layer's ring before it; otherwise
-        add it to the ring.
+        """Store the call, and the calls in its layer's ring before it, if it is wrong or if every
+        call is wanted; otherwise add it to the ring.  A call of a layer that has failed is dropped.
 
         Raises OSError if a file cannot be written, and any error of a comparison with the budget.
         """
@@ -81,7 +86,8 @@ class Keeper:
         if layer in self.failed:
             return
         fault = self._fault(call)
-        if call.final_states is not None:  # otherwise the next call's states are not known
+        # without final states, the next call has a gap before it, because its states are not known
+        if call.final_states is not None:
             self._last_numbers[layer] = call.number
         ring = self._rings[layer]
         ring.append(call)
@@ -102,22 +108,25 @@ class Keeper:
             self._ring_bytes -= oldest.popleft().nbytes
 
     def release(self) -> None:
-        """Free the calls in rings and the file, when no call follows."""
+        """Free the calls in rings, and close the file of passed calls, when no call follows."""
         self._rings.clear()
         os.close(self._passed)
 
     def _fault(self, call: RecordedCall) -> str:
         """What is wrong with a call, a sentence without its full stop.  Empty if no test failed."""
-        # not finite may also be what is padding, or a sum: `first_nonfinite` is then empty
+        # `is_finite` is also False for NaN in padding, and for a sum that overflows: then
+        # `first_nonfinite` is empty
         fault = "" if call.is_finite() else call.packed().first_nonfinite()
         if fault or self._settings.when == "nonfinite":
             return fault
         return self._fault_of_values(call.packed())
 
     def _fault_of_values(self, call: RecordedCall) -> str:
-        """As `_fault`, for a finite, packed call: where its states come from, and the budget.
+        """As `_fault`, for a finite, packed call: whether earlier calls left its initial states,
+        and whether its output is within the budget.
 
-        Empty for a call without final states, or without tokens.
+        Empty for a call without final states, or without tokens.  The budget is not tested before
+        `_next_comparison_s`.
         """
         if call.final_states is None or not call.inputs.length:
             return ""
@@ -183,7 +192,7 @@ class Keeper:
         self._stored_calls += 1
         self._stored_bytes += call.nbytes
         if self.is_full:
-            note("Recording has ended: as many calls are stored as the options allow.", once=True)
+            note("Recording has ended: as much is stored as the options allow.", once=True)
 
 
 def _write(file: Path, tensors: dict[str, Tensor], description: dict[str, object]) -> None:

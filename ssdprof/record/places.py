@@ -12,11 +12,12 @@ raw_gate        whether the operator's g is -exp(A_log) softplus(g + dt_bias); w
                 there is an A_log
 lower_bound     if it is a number, the operator's g for a raw gate of KDA is
                 lower_bound sigmoid(exp(A_log) (g + dt_bias))
-bounded         if there is this name, g has a lower bound only where it is True or "bounded"
+bounded         if there is this name, a raw gate of KDA is bounded only where it is True or
+                "bounded"
 softplus        factor inside softplus; only 1 is recorded
 domain          "linear": the operator's g is the logarithm of g
 raw_beta        whether the operator's beta is sigmoid(beta)
-doubled         whether it is 2 sigmoid(beta) for a raw beta
+doubled         whether the operator's beta is 2 sigmoid(beta) for a raw beta
 is_kda          whether the call is one of KDA, for a function that serves GDN and KDA
 out             where the function writes its output; None: it returns the output
 other_pool      a pool that replaces `state` if the call has it
@@ -57,7 +58,7 @@ _REFUSED = tuple(_TABLE["refused"].split())
 # "reads": our name -> the parameter; "may": our name -> a parameter that only some versions have;
 # "owner": our name -> the attribute of `self`; "fixed": our name -> a value that is no argument
 Signature: TypeAlias = dict[str, dict[str, Any]]
-_NAMED = ("reads", "may", "owner")  # those that are lists of names in the file
+_NAMED = ("reads", "may", "owner")  # the kinds of entries that are lists of names in the file
 
 
 def _signatures() -> dict[str, Signature]:

@@ -85,7 +85,9 @@ class RecordedCall:
         )
 
     def on_host(self) -> RecordedCall:
-        """The call in main memory, in pinned memory if it was on a GPU.  Waits for the copy."""
+        """The call in main memory: itself, or a copy in pinned memory if it is on a GPU.  Waits for
+        the copy.
+        """
         if self.inputs.device.type != "cuda":
             return self
         # without blocking, torch copies into pinned memory
@@ -96,12 +98,12 @@ class RecordedCall:
         return self.with_tensors(copies)
 
     def activated(self) -> RecordedCall:
-        """The call with gates after their activations."""
+        """The call with gates after their activations, and without weights."""
         inputs = self.activate(self.inputs, self.weights)
         return replace(self, inputs=inputs, weights={}, activate=unchanged)
 
     def packed(self) -> RecordedCall:
-        """The call with its sequences packed in one row.
+        """The call with its sequences packed in one row, with `cu_seqlens`.
 
         Padding (sequences with slot -1, and tokens behind the last sequence) is left out.
         There may be no token left.  Waits for the device, whose `cu_seqlens` and slots it reads.
@@ -145,7 +147,8 @@ class RecordedCall:
     def is_finite(self) -> bool:
         """Whether out and final states are finite, judged by their sums, so that each is read once.
 
-        False also for finite ones whose sum overflows in fp32.  Waits for the device.
+        False also for finite ones whose sum overflows in fp32, and for NaN in padding of a call
+        that is not packed.  Waits for the device.
         """
         outputs = [tensor for tensor in (self.out, self.final_states) if tensor is not None]
         sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in outputs])
@@ -153,7 +156,8 @@ class RecordedCall:
 
     def first_nonfinite(self) -> str:
         """A sentence, without a full stop, on the first NaN or infinity in the outputs of a packed
-        call, and on the inputs that are not finite.  Empty if all outputs are finite.
+        call, and on the inputs that are not finite after their activations.  Empty if all outputs
+        are finite.
         """
         where = self._nonfinite_place()
         if not where:
@@ -203,8 +207,8 @@ def _first_nonfinite(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def rank() -> int | None:
-    """The rank of this process in `torch.distributed`, or else in the variable RANK; None if it is
-    not known.
+    """The rank of this process in `torch.distributed`, or if that is not initialised in the
+    variable RANK; None if neither has one.
     """
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():

@@ -16,8 +16,8 @@ made on a second stream, while the program's kernels run:
 - All other tensors are copied after the function, outputs first, while the next kernels run.
 
 The queue also holds the tensors that are copied, so that memory which the program frees is not
-allocated again before.  The thread frees neither them nor the copies before all kernels that read
-them have ended.
+allocated again before it has been copied.  The thread frees neither them nor the copies before all
+kernels that read them have ended.
 
 A call for which the queue has no room is not copied, except for the states that `Place.bind`
 gathers from a pool.  Only the thread waits for the device.
@@ -53,15 +53,16 @@ from ssdprof.record.settings import GIGABYTE, RecordSettings, note
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_WAITING_BYTES = 4 * GIGABYTE  # of calls in the queue, beyond which no call is added
-_RING_BYTES = 4 * GIGABYTE  # of calls in the rings of `Keeper`
-# between two queries of a GPU's free memory, during which the program's launches may have to wait
+_WAITING_BYTES = 4 * GIGABYTE  # of calls in the queue; beyond that no call is added
+_RING_BYTES = 4 * GIGABYTE  # most bytes of calls in the rings of `Keeper`
+# between two queries of a GPU's free memory: the program's launches may have to wait for a query
 _MEMORY_QUERY_S = 0.1
 _FLUSH_S = 60.0  # for the calls in the queue when the process ends
-_FRAMES = 16  # number of callers among whose variables a layer is searched
-_LARGE_BYTES = 16 << 20  # of a prompt's inputs, from which they are copied on the second stream
+_FRAMES = 16  # the number of callers among whose variables a layer is searched
+_LARGE_BYTES = 16 << 20  # a prompt with at least so many bytes is copied on the second stream
 # a call, the event after its copies (None on a CPU), and what holds the tensors that are copied
 _Queued: TypeAlias = "tuple[RecordedCall, torch.cuda.Event | None, object]"
+# attributes of a module with its name or number, the preferred one first
 _LAYER_NAMES = ("layer_name", "prefix", "layer_idx", "layer_id", "layer_number")
 _IN_GRAPHS = "inside CUDA graphs"
 # library -> the option of its server that disables CUDA graphs
@@ -74,7 +75,7 @@ class _BegunCall:
 
     inputs: with copies of the tensors in `copied`.  The others are copied after the function.
     layer: name or number of the layer; empty if it is not known.
-    copied: names of inputs; of names that the call does not have, too.
+    copied: names of inputs, also of some that the call does not have.
     second_stream: for the copies of a large prompt on a GPU; None for other calls.
     copies_states: whether the initial states are copied there.
     """
@@ -95,7 +96,8 @@ def call(
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> T:
-    """Call the function of a place, and record the call unless there is a reason not to.
+    """Call the function of a place, record the call unless there is a reason not to, and return
+    what the function returned.  Raises what the function raises; such a call is not recorded.
 
     arguments: returns the arguments of such a call by name, including defaults.
     """
@@ -135,8 +137,8 @@ class Recorder:
 
     @classmethod
     def of_process(cls) -> Recorder | None:
-        """The recorder of this process.  None if it could not be created: a process that is ending
-        cannot start a thread.  This is tried once.
+        """The recorder of this process, which the first call creates.  None if that has failed: a
+        process that is ending cannot start a thread, for example.  It is tried once.
         """
         with cls._creation:
             if not cls._was_tried:
@@ -171,7 +173,8 @@ class Recorder:
 
         by_name: returns the arguments by name.
 
-        Returns None if the call is not recorded.
+        Returns None if the call is not recorded.  Raises nothing: an error is counted as a lost
+        call.
         """
         if self._queue.closed or getattr(self._local, "is_inside", False):
             return None
@@ -232,7 +235,9 @@ class Recorder:
         return _stream(tensors[0].device, "copies")
 
     def after(self, place: Place, begun: _BegunCall, returned: object) -> None:
-        """Copy what is not copied yet, and put the call into the queue."""
+        """Copy what is not copied yet, and put the call into the queue.  Raises nothing: an error
+        is counted as a lost call.
+        """
         device = begun.inputs.device
         try:
             with torch.no_grad():
@@ -276,7 +281,9 @@ class Recorder:
         )
 
     def _count_failure(self, place: Place, error: Exception) -> None:
-        """Count a call that this error prevents from being recorded, and print the error."""
+        """Count a call that this error prevents from being recorded, and print the error, except
+        for one of full memory.
+        """
         if isinstance(error, torch.OutOfMemoryError):
             self.lost["for which its device had no memory"] += 1
             return
@@ -295,8 +302,8 @@ class Recorder:
         """The layer of a call, for `before`: the name or number of the nearest module of torch
         among the callers' variables that has one.
 
-        If none has, the nearest module is numbered in the order of first calls.  Empty if there is
-        no module among them.
+        If none has, the nearest module is numbered, in the order of the first calls of such
+        modules.  Empty if there is no module among the variables.
         """
         nearest = None
         for module in _modules_of_callers(sys._getframe(2)):
@@ -353,10 +360,11 @@ class Recorder:
                     stream.synchronize()
 
     def _limit_memory(self, device: torch.device) -> None:
-        """Limit the memory of calls on a GPU to half of what the program could allocate without
-        them: to as much as it still can.
+        """Limit the memory that all calls on a GPU hold to as many bytes as are still free, so that
+        the calls take at most half of what is not the program's.
 
-        Calls in the queue hold twice their size: the copies, and the tensors that were copied.
+        One half of these bytes is for the rings, the other for the queue.  A call in the queue
+        holds twice its size: the copies, and the tensors that were copied.
         """
         if time.monotonic() < self._next_query_s:
             return
@@ -367,7 +375,9 @@ class Recorder:
         self._keeper.most_bytes = min(_RING_BYTES, free // 2)
 
     def flush(self) -> None:
-        """When the process ends: store the calls in the queue, and print how many were lost."""
+        """When the process ends: wait at most `_FLUSH_S` until the calls in the queue are stored,
+        and print how many were lost.
+        """
         if Recorder._current is not self:
             return
         self._queue.close()
@@ -389,9 +399,9 @@ class _Queue:
         self.closed = False
 
     def wait_for_room(self, most_s: float) -> bool:
-        """Wait at most this long until a call can be added, or the queue is closed.
+        """Wait until a call can be added or the queue is closed, but at most this long.
 
-        Returns whether this was so.
+        Returns False if neither came.
         """
         with self._changed:
             return self._changed.wait_for(
@@ -439,6 +449,7 @@ def _is_plain(arguments: Mapping[str, object]) -> bool:
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError, which names the tensor, if it has another shape."""
     if tensor.shape != shape:
         raise ValueError(f"{name} is {tuple(tensor.shape)}, not {tuple(shape)}")
 
@@ -471,7 +482,11 @@ def _copies(
 
 
 def _copy_together(pairs: list[tuple[Tensor, Tensor]], stream: torch.cuda.Stream) -> None:
-    """Copy the second tensor of each pair to the first.  Both are dense, with the same strides."""
+    """Copy the second tensor of each pair to the first, in the stream, which is the current one.
+    Both are dense, with the same strides.
+
+    If the driver has no function that begins several copies, or it refuses, torch copies them.
+    """
     memcpy_batch = _memcpy_batch()
     number = ctypes.c_size_t
     numbers = number * len(pairs)
@@ -494,7 +509,7 @@ def _copy_together(pairs: list[tuple[Tensor, Tensor]], stream: torch.cuda.Stream
 @cache
 def _memcpy_batch() -> Callable[..., int] | None:
     """The driver's function that begins several copies.  It returns 0 if it has begun all of them.
-    None before CUDA 12.8.
+    None for a driver older than CUDA 12.8.
     """
     return getattr(ctypes.CDLL("libcuda.so.1"), "cuMemcpyBatchAsync", None)
 
@@ -506,14 +521,16 @@ def _wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
 
 @cache
 def _event(_stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """The event of a stream that `_wait` records again and again: a wait that has begun is for the
-    record before it.
+    """The event of a stream that `_wait` records again and again.  A later record does not change
+    the waits that were begun before it.
     """
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def _modules_of_callers(frame: FrameType | None) -> Iterator[torch.nn.Module]:
-    """Modules of torch that are variables `self` or `layer` of callers, the nearest one first."""
+    """The modules of torch that are variables `self` or `layer` of a frame or of its callers, the
+    nearest one first.  At most `_FRAMES` frames are searched.
+    """
     for _ in range(_FRAMES):
         if frame is None:
             return
@@ -526,6 +543,8 @@ def _modules_of_callers(frame: FrameType | None) -> Iterator[torch.nn.Module]:
 
 
 @cache
-def _stream(device: torch.device, _user: str) -> torch.cuda.Stream:
-    """The stream on this device of a user: "thread" or "copies"."""
+def _stream(device: torch.device, _purpose: str) -> torch.cuda.Stream:
+    """The stream on this device for one purpose: "thread", for the recorder's thread, or "copies",
+    for those of large prompts.
+    """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -22,7 +22,7 @@ _CALL_ARGUMENTS = ("A", "D", "dt_bias", "chunk_size", "initial_states", "dt_soft
 def bind(step: bool, arguments: Arguments) -> FunctionCall:
     """A call in the operator's terms.
 
-    step: the function is for a few tokens of each sequence.
+    step: whether the function is for a few tokens of each sequence.
     arguments: by our names, which `places.py` explains.
 
     Raises ValueError if the operator's inputs cannot express the call.
@@ -115,8 +115,8 @@ def _bind_step(arguments: Arguments) -> FunctionCall:
 
 
 def _of_heads(name: str, tensor: Tensor | None, dims: int) -> Tensor | None:
-    """The first `dims` dimensions of a tensor that is expanded over the other ones, as a view.
-    None for None.
+    """The first `dims` dimensions of a tensor that is expanded over the other ones, as a view.  A
+    tensor without other ones is returned as it is, and None for None.
 
     Raises ValueError if it is not expanded.
     """

@@ -64,11 +64,11 @@ class RecordSettings:
 
 
 def note(text: str, *, once: bool = False) -> None:
-    """Print sentences on stderr, unless this process has printed them.  Raises nothing: the program
-    may have closed stderr.
+    """Print sentences on stderr, unless this process has printed them before.  Raises nothing: the
+    program may have closed stderr.
 
-    once: also unless another process of the program has printed them, or this process very many
-        notes.
+    once: print them only if no other process of the program has, and if this process has printed
+        fewer than `_MOST_SHOWN` notes.
     """
     if text in _SHOWN or (once and len(_SHOWN) >= _MOST_SHOWN):
         return
@@ -81,8 +81,8 @@ def note(text: str, *, once: bool = False) -> None:
 
 
 def _is_marked(text: str) -> bool:
-    """Whether another process has printed a note.  Marks it as printed, by an empty file in the
-    folder of calls.  False if the file cannot be created, or if the program has removed the
+    """Whether another process has printed a note.  If not, marks it as printed, by an empty file in
+    the folder of calls.  False if the file cannot be created, or if the program has removed the
     settings from its environment.
     """
     mark = f".{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -34,11 +34,12 @@ class CallStates:
     written_pool: the pool to write; None: the one that is read.
     token_slots: (sequences, tokens), the slot that receives the state after each token, instead of
         the final state alone.
-    slots_are_table: `slots` with columns are `token_slots`, too.  With `accepted` they always are.
+    slots_are_table: True: `slots` with columns are `token_slots`, too, if there are no others.
+        With `accepted` they always are.
     token_buffer: (rows, tokens, ...), memory that receives the state after each token, instead.
     buffer_rows: (sequences), the row of `token_buffer` for each sequence; None: row i for
         sequence i.
-    keeps_states: False: the function writes no states.
+    keeps_states: False: the function writes no states, neither final ones nor those after tokens.
     update_disabled: True: the function writes states to `token_buffer` or `token_slots` alone.
         None means the same: it is the default of FlashInfer's verification, which then discards
         the final states, too.
@@ -72,7 +73,8 @@ class CallStates:
     def of(cls, tokens: Tensor, arguments: Arguments) -> CallStates:
         """The states of a call.
 
-        tokens: a tensor (batch, length, ...) of the call's tokens, such as the values.
+        tokens: a tensor (batch, length, ...) of the call's tokens, such as the values: (1, tokens,
+            ...) for packed sequences.
         arguments: the function's arguments by our names, of which those are used that are fields.
         """
         fields = cls.__dataclass_fields__
@@ -119,7 +121,8 @@ class CallStates:
 
     def initial(self) -> Tensor | None:
         """(sequences, ...), the states with which the sequences begin, with K before V.  0 for
-        padding and for sequences without an initial state.  None if the call has no states.
+        padding and for sequences without an initial state.  None if the call has no states.  A view
+        of the call's states without slots and `has_initial`, otherwise new memory.
         """
         states = self.state
         if states is None:
@@ -137,7 +140,9 @@ class CallStates:
     def result(
         self, arguments: Arguments, values: Tensor, returned: object
     ) -> tuple[Tensor, Tensor | None]:
-        """`FunctionCall.result` of a call whose outputs are as `values`, (batch, length, ...)."""
+        """`FunctionCall.result` of a call whose output has the shape and dtype of `values`, (batch,
+        length, ...).  In a step with slots, the output of padding is 0.
+        """
         out, other_tensors = outputs_of(arguments, values, returned)
         if self.slots is not None and self.step:  # servers leave the output of padding undefined
             out = _zero_unless(self._has_slot.view(self.batch, self.length), out)
@@ -209,6 +214,7 @@ class CallStates:
         return has_slot if slots is None else has_slot & (slots >= 0)[sequence]
 
     def _k_before_v(self, states: Tensor) -> Tensor:
+        """A view of states of this call with K as the last but one dimension, and V as the last."""
         return states.mT if self.v_first else states
 
 
@@ -220,6 +226,8 @@ def outputs_of(
 
     arguments: with `out`, the function writes its output there.  What it returns then counts as
         other tensors.
+    returned: a tensor, a list or tuple of tensors, of which the first is the output, or anything
+        else if there is `out`.
     """
     tensors = [returned] if isinstance(returned, torch.Tensor) else []
     if isinstance(returned, tuple | list):

@@ -15,7 +15,8 @@ from ssdprof.measure.diagnosis import diagnosed
 from ssdprof.operators.operator import Output
 from ssdprof.record.settings import GIGABYTE
 
-# of free memory of a GPU, from which the comparison with the oracle runs there, not on the host
+# with at least so many bytes of a GPU free, the comparison with the oracle runs there, otherwise on
+# the host
 _ORACLE_BYTES = 10 * GIGABYTE
 
 for _operator in operators.names():
@@ -24,7 +25,8 @@ for _operator in operators.names():
 
 def why_outside_budget(inputs: Inputs, served: Output) -> str:
     """Why the output of a server is outside the error budget of `ssdprof run`.  Empty if it is not,
-    or if the relative RMS errors of out and of the states are at most `CLOSE`.
+    if the relative RMS errors of out and of the states are at most `CLOSE`, or if both differ from
+    the bundled kernel's by at most half of `CLOSE`.
 
     inputs: of a packed call, with gates after their activations.
     served: out and final states that the server computed, without NaN and infinity.
@@ -34,13 +36,14 @@ def why_outside_budget(inputs: Inputs, served: Output) -> str:
     time as hundreds of calls, so it is used only if the output differs from that of the bundled
     kernel, whose own error is far below `CLOSE`, by more than half of `CLOSE`.
 
-    Raises SsdprofError if no bundled kernel can compute the call.
+    Raises BadInputError if no bundled kernel can compute the call, and UnsupportedError if it is a
+    verification that `recurrent` refuses.
     """
     are_close = [
         (served_tensor.float() - tensor.float()).norm() <= CLOSE / 2 * tensor.float().norm()
         for served_tensor, tensor in zip(served, _bundled(inputs), strict=True)
     ]
-    if all(map(bool, are_close)):
+    if all(are_close):
         return ""
     out, states = served
     if out.is_cuda and torch.cuda.mem_get_info()[0] < _ORACLE_BYTES:

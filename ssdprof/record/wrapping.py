@@ -25,7 +25,8 @@ T = TypeVar("T")
 def wrap_places(module: ModuleType) -> None:
     """Wrap the functions of a module that are places of the operators to be recorded.
 
-    A note names those that are no longer as their places say.
+    A note names those that are no longer as their places say.  Raises KeyError if the program has
+    removed the settings from its environment.
     """
     settings = RecordSettings.of(os.environ)
     if settings.when == "wrong":
@@ -46,7 +47,8 @@ def wrap_places(module: ModuleType) -> None:
 def _wrap(module: ModuleType, place: Place) -> str:
     """Wrap the function of a place, also where modules of its library have imported it already.
 
-    Returns what prevents this, such as "has no parameter q"; an empty string if nothing does.
+    Returns what prevents this, such as "has no parameter q": then nothing is wrapped.  Empty if
+    nothing prevents it.
     """
     owner: object = module
     *owner_names, name = place.function.split(".")
@@ -88,8 +90,8 @@ def _recording(
     """A function that calls this one and records the call.  It has the same name, signature,
     docstring and attributes.
 
-    While a compiler traces the program, it only calls the library's function.  `is_compiling` is a
-    constant for the compiler, which therefore does not see the recorder.
+    While torch's compiler traces the program, it only calls the library's function.  `is_compiling`
+    is a constant for the compiler, which therefore does not see the recorder.
     """
     parameters = signature.parameters.values()
     positional = [each.name for each in parameters if each.kind in _POSITIONAL_KINDS]

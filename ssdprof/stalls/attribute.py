@@ -58,7 +58,8 @@ def attribute(
 
     Returns (stage -> its samples, in the order of the algorithm; the lines with their samples, the
     hottest first, with an entry for each stage of a line; the number of samples on lines without a
-    stage, which got that of a neighbouring instruction, or `UNKNOWN` if no line has one).
+    stage, which got that of a neighbouring instruction, or `UNKNOWN` if no line has one).  Samples
+    of `IDLE_WARPS` are not in this number.
     """
     line_stages = [sources.stage_of(point.file, point.line) for point in kernel.points]
     specialized = sources.specialized(kernel.function)
@@ -137,8 +138,10 @@ class SourceFiles:
 
     A file of ssdprof's kernels that the report does not contain is read from the installed package.
 
-    not_recorded: the names of those files asked for that the report lacks.
-    unlabelled: the names of those files asked for in which the stages of kernels are not known.
+    A file is named here only after a call has asked for a line of it:
+
+    not_recorded: names of files that the report lacks.
+    unlabelled: names of files in which the stages of kernels are not known.
     """
 
     def __init__(self, recorded: Mapping[str, str]) -> None:
@@ -164,14 +167,14 @@ class SourceFiles:
         return parsed.stage_of(line) if parsed else LineStage("", base_name(file))
 
     def text(self, file: str, line: int) -> str:
-        """The text of a line; empty if it is not known."""
+        """The text of a line, without white space around it; empty if it is not known."""
         if file not in self._recorded and (not file or _LIBRARY.search(file)):
             return ""
         parsed = self._file(file)
         return parsed.text[line - 1].strip() if parsed and 0 < line <= len(parsed.text) else ""
 
     def specialized(self, kernel: str) -> bool:
-        """Whether a kernel, which may be in any of the report's files, gives roles to its warps."""
+        """Whether a function of this name in any of the report's files gives roles to its warps."""
         files = (self._file(file) for file in self._recorded if not _LIBRARY.search(file))
         return any(parsed and kernel in parsed.specialized for parsed in files)
 
@@ -179,8 +182,8 @@ class SourceFiles:
         """The implementation that launches a kernel of another library, if a table has the file of
         the kernel; empty for any other kernel.
         """
-        for file, text in self._recorded.items():
-            entry = None if _LIBRARY.search(file) else self._entries.get(_sha256(text))
+        for text in self._recorded.values():
+            entry = self._entries.get(_sha256(text))
             if entry and kernel in entry["stages"]:
                 return str(entry["implementation"])
         return ""
@@ -201,7 +204,8 @@ def _sha256(text: str) -> str:
 
 
 def _installed(file: str) -> str | None:
-    """The text of a kernel's file in the installed package; None if it has no such file.
+    """The text of a kernel's file in the installed package; None if it has no such file, or if the
+    path is not one of ssdprof's kernels.
 
     file: the path of the file on the machine where the report was made.
     """
@@ -221,7 +225,7 @@ class LineStage:
 
     function: the innermost @jit function that has the line; empty if there is none.
     stage: None if the line has none of its own: it is in a function with the stage of its caller,
-        in the header of a function, or in a library of Triton.
+        in the header of a function, or in a library of Triton, or its number is not known.
     header: whether the line is in the header of the function, from the first decorator to the line
         before the body.
     """
@@ -237,7 +241,7 @@ class SourceFile:
 
     text: the lines of the file.
     lines: number of a line in a @jit function -> its function and stage.
-    specialized: the names of functions that give roles to their warps.
+    specialized: the names of @jit functions that give roles to their warps.
     labelled: whether the stages of @jit functions are known, from the file itself or from a table,
         or there are no such functions.
     """
@@ -255,7 +259,8 @@ class SourceFile:
 
 
 def parse(text: str, entry: Mapping[str, Any] | None = None) -> SourceFile:
-    """The functions and stages of a file.  A text that is not Python has none.
+    """The functions and stages of a file.  A text that is not Python, or is too deeply nested for
+    Python's parser, has none.
 
     entry: the file's entry in a table of `operators/stages/`, which counts instead of the file's
         own declarations; None if no table has the file.
@@ -263,7 +268,7 @@ def parse(text: str, entry: Mapping[str, Any] | None = None) -> SourceFile:
     lines = tuple(text.splitlines())
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         return SourceFile(lines)
     functions = [
         node
@@ -369,7 +374,8 @@ def _waits(tree: ast.Module, stages: Mapping[str, str]) -> dict[int, str]:
     """Number of a line that waits -> its stage.
 
     The lines are those of `mbarrier.wait(shared.NAME...)`, `rings.NAME.wait_full(...)` and
-    `rings.NAME.wait_empty(...)`, for every NAME in `stages`.
+    `rings.NAME.wait_empty(...)`, for every NAME in `stages`.  Other calls of `mbarrier.wait` count,
+    too, if their first argument has an attribute NAME.
 
     stages: NAME -> stage: `WAITS` of the file.
     """

@@ -383,7 +383,7 @@ def _reasons_add_up(kernel: RawKernel) -> CheckResult:
 
 def _checks_of_reports(reports: Sequence[RawReport], requested: Sequence[Launched]) -> SelfChecks:
     """The self-checks of ncu's files: whether each is complete, and whether only the requested
-    launches were profiled.
+    launches were profiled.  None without files.
 
     requested: the launches of each report, in the same order; empty if they are not known.
     """
@@ -393,7 +393,7 @@ def _checks_of_reports(reports: Sequence[RawReport], requested: Sequence[Launche
         if report.whole:
             detail = "ends at the end of its last block"
         checks[f"{report.name} is complete"] = _result(report.whole, detail, "no way to tell")
-    if not requested:
+    if reports and not requested:
         lacking = "the report does not say which kernels were requested"
         checks["only the wanted launches were profiled"] = _result(None, "", lacking)
     for report, launched in zip(reports, requested, strict=False):

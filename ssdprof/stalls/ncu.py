@@ -107,8 +107,8 @@ def launch(job: Job, *, timeout_s: float = TIMEOUT_S) -> Launched:
     This also compiles every kernel, so that none is compiled under ncu.
 
     Raises SsdprofError with the exit code of the failure, such as BAD_INPUT if the implementation
-    refuses the layer, and MissingCapabilityError if the process fails without having written its
-    error.
+    refuses the layer, and MissingCapabilityError if the process takes longer than `timeout_s`,
+    fails without having written its error, or ends without having written the launches.
     """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         launched = Path(folder) / "launched.json"
@@ -149,7 +149,8 @@ def profile(
 
     launched: the launches.  program: the path of ncu.  report: the file that ncu writes.
 
-    Raises MissingCapabilityError with the reason if ncu fails.
+    Raises MissingCapabilityError with the reason if ncu fails, writes no report, or takes longer
+    than `timeout_s`.
     """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         names = [launch.kernel for launch in launched.launches]
@@ -263,7 +264,7 @@ def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str])
     """Run a command and return its output: see `child.run`.
 
     Raises MissingCapabilityError with an explanation of its output if it fails or reports an error
-    of ncu, and if it takes too long.
+    of ncu, and without one if it takes longer than `timeout_s`.
     """
     code, output = child.run(command, timeout_s=timeout_s, environ=environ)
     if code is None:
@@ -277,10 +278,11 @@ def run(command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str])
 
 
 def explain(output: str, returncode: int) -> MissingCapabilityError:
-    """The error for a failed command, from its output and its exit code.
+    """The error for a failed command, from its output and its exit code, which is negative for a
+    signal.
 
-    For an unknown failure its message ends with the last line that looks like an error, or without
-    such a line with the last line.
+    The message for a failure that is not among `ERRORS` ends with the last line that looks like an
+    error, or without such a line with the last line.
     """
     for pattern, (message, hint) in ERRORS.items():
         if re.search(pattern, output):

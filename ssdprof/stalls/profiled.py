@@ -49,7 +49,11 @@ DEVICE = "cuda"
 
 
 def main() -> None:
-    """Make the call of the job: first to compile and tune everything, then for ncu."""
+    """Make the call of the job: first to compile and tune everything, then for ncu.
+
+    If the call is refused or does not fit into the GPU's memory, write the error into the file, and
+    exit with a message.
+    """
     job = ncu.Job.model_validate_json(sys.argv[1])
     out = Path(sys.argv[2])
     install()
@@ -155,7 +159,8 @@ _FRAME = re.compile(r"([^\s@\[\]:]+):(\d+):(\d+)")
 
 
 def install() -> None:
-    """Replace the lines of every kernel that Triton compiles in this process from now on.
+    """Replace the lines of every kernel that Triton compiles in this process from now on: see
+    `name_call_sites`.
 
     Triton 3.6 does not ask for a part of its cache's key, so TRITON_CACHE_DIR must be a folder
     without kernels that other processes compiled.
@@ -186,7 +191,7 @@ def _hook(*arguments: Any) -> tuple[str, str] | None:
 def name_call_sites(ptx: str, sources: SourceFiles | None = None) -> str:
     """The PTX with every .loc at the innermost line of its chain of calls that has a stage.
 
-    A .loc without a chain is unchanged, and one in whose chain no line has a stage.
+    A .loc without a comment is unchanged, and one in whose chain no line has a known stage.
 
     sources: the files that the PTX names; None to read them on this machine.
     """

@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ssdprof.environment import child
-from ssdprof.errors import BadInputError, MissingCapabilityError, how_ended
+from ssdprof.errors import BadInputError, MissingCapabilityError, how_ended, unreadable
 
 MetricValue = int | float | str
 # The start of the metrics of samples, followed by a stall reason.  Metrics that end with
@@ -32,16 +32,8 @@ MetricValue = int | float | str
 _SAMPLED = "smsp__pcsamp_warps_issue_stalled_"
 # name of a stall reason in some versions -> its usual name
 CANONICAL = {"gmma": "warpgroup_arrive", "no_instruction": "no_instructions"}
-_TO_NS = {  # unit of a metric -> nanoseconds
-    "s": 1e9,
-    "ms": 1e6,
-    "us": 1e3,
-    "ns": 1.0,
-    "second": 1e9,
-    "msecond": 1e6,
-    "usecond": 1e3,
-    "nsecond": 1.0,
-}
+# first letter of the unit of a time -> nanoseconds: s or second, ms or msecond, ...
+_TO_NS = {"s": 1e9, "m": 1e6, "u": 1e3, "n": 1.0}
 _NOT_INSTALLED = 9  # exit code of the child process if ncu-report is not installed
 _MAGIC = b"NVR\0"  # the start of a report
 # the file header of version 7 of the layout; of other versions this module does not know how a
@@ -127,15 +119,13 @@ def read(path: Path) -> RawReport:
     """Read a file of ncu with all its launches.
 
     Raises BadInputError for a file that is missing, not a report, truncated, damaged or without a
-    launch, and MissingCapabilityError if ncu-report is not installed.  A compressed report,
-    .ncu-repz, begins otherwise than an .ncu-rep.
+    launch, and MissingCapabilityError if ncu-report is not installed or the user may not read the
+    file.  A compressed report, .ncu-repz, does not begin with `_MAGIC`.
     """
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise BadInputError(
-            f"{path} cannot be read: {error.strerror}.", "Name an .ncu-rep file."
-        ) from error
+        raise unreadable(str(path), error, "Name an .ncu-rep file.") from error
     whole = _is_whole(content)
     kernels = () if whole is False else _kernels(path)
     if kernels and all(kernel.metrics for kernel in kernels):
@@ -155,8 +145,8 @@ def read(path: Path) -> RawReport:
 
 
 def _kernels(path: Path) -> tuple[RawKernel, ...]:
-    """The launches in a file, which a child process reads.  Raises BadInputError if it fails, and
-    MissingCapabilityError if ncu-report is not installed.
+    """The launches in a file, which a child process reads.  Raises BadInputError if the child fails
+    or does not end within `_TIMEOUT_S`, and MissingCapabilityError if ncu-report is not installed.
     """
     with tempfile.TemporaryDirectory(prefix="ssdprof-") as folder:
         out = Path(folder) / "kernels.json"
@@ -207,8 +197,8 @@ def _is_whole(content: bytes) -> bool | None:
 
 
 def _header(content: bytes, offset: int) -> tuple[bytes, int]:
-    """The header whose length is at byte `offset`, without that length, and the place of the byte
-    after it.
+    """The header whose length is at byte `offset`, without that length, and the offset of the byte
+    after it.  The header is shorter than its length says if the file ends in it.
     """
     start = offset + 4
     end = start + int(struct.unpack_from("<I", content, offset)[0])
@@ -233,11 +223,11 @@ def _payload_size(header: bytes) -> int:
 
 
 def _varint(content: bytes, offset: int) -> tuple[int, int]:
-    """The variable-length integer of a protocol buffer that begins at byte `offset`, and the place
+    """The variable-length integer of a protocol buffer that begins at byte `offset`, and the offset
     of the byte after it.
 
-    Each byte has seven bits of the number, the lowest ones first; its highest bit is set if more
-    bytes follow.
+    Raises IndexError if the content ends in it.  Each byte has seven bits of the number, the lowest
+    ones first; its highest bit is set if more bytes follow.
     """
     value = shift = 0
     while True:
@@ -253,7 +243,9 @@ def _varint(content: bytes, offset: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Write the launches of a file of ncu, the first argument, into a JSON file, the second one."""
+    """Write the launches of a file of ncu, the first argument, into a JSON file, the second one.
+    Exits with `_NOT_INSTALLED` without ncu-report.
+    """
     try:
         import ncu_report
     except ImportError:
@@ -286,10 +278,9 @@ def _launch(action: Any) -> RawKernel:
             reason = CANONICAL.get(reason, reason)
             totals[reason] += int(metric.value() or 0)
             for address, count in _instances(metric):
-                # an instruction without samples is a point, too: this adds its address
-                of_address = samples[address]
+                at_address = samples[address]  # an instruction without samples is a point, too
                 if count:
-                    of_address[reason] += count
+                    at_address[reason] += count
         if (value := _value(metric)) is not None:
             metrics[name] = value
     return RawKernel(
@@ -316,12 +307,12 @@ def _value(metric: Any) -> MetricValue | None:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, int | float) and metric.name().startswith("gpu__time"):
-        return value * _TO_NS.get(metric.unit(), 1.0)
+        return value * _TO_NS.get(metric.unit()[:1], 1.0)
     return value if isinstance(value, int | float | str) else None
 
 
 def _point(action: Any, address: int, samples: Mapping[str, int]) -> Point:
-    """The instruction of a launch at an address."""
+    """The instruction at an address of a launch.  action: as in `_launch`."""
     source = action.source_info(address)
     return Point(
         address=address,

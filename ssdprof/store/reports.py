@@ -557,7 +557,7 @@ def _cut(file: BinaryIO) -> None:
 # --- reading
 
 
-def load(where: str | Path | None, *kinds: str) -> tuple[Path, Report]:
+def load(where: str | os.PathLike[str] | None, *kinds: str) -> tuple[Path, Report]:
     """Read a report.  Returns its folder, or the file of a document, and the report.
 
     where: the folder of a report, its run.json, a name under `runs/`, or a document that `--json`
@@ -637,7 +637,7 @@ def _each_report(
                 yield path, error
 
 
-def _path(where: str | Path | None, kinds: tuple[str, ...]) -> Path:
+def _path(where: str | os.PathLike[str] | None, kinds: tuple[str, ...]) -> Path:
     """The folder or the document of a report: see `load`.  Raises BadInputError if there is no such
     report.
     """

@@ -394,23 +394,17 @@ def test_an_endpoint_that_is_no_address(monkeypatch, endpoint):
 
 
 @pytest.mark.parametrize(
-    ("variables", "code", "words"),
+    ("variables", "words"),
     [
-        ({"HTTP_PROXY": "ftp://proxy:1"}, ExitCode.BAD_INPUT, "Unknown scheme for proxy"),
-        (
-            {"HF_TOKEN": "hf_\N{LATIN SMALL LETTER E WITH ACUTE}"},
-            ExitCode.BAD_INPUT,
-            "can't encode",
-        ),
+        ({"HTTP_PROXY": "ftp://proxy:1"}, "Unknown scheme for proxy"),
+        ({"HF_TOKEN": "hf_\N{LATIN SMALL LETTER E WITH ACUTE}"}, "can't encode"),
     ],
 )
-def test_settings_that_the_client_cannot_use(
-    tiny_hub: MiniHub, tmp_path, variables, code: ExitCode, words
-):
+def test_settings_that_the_client_cannot_use(tiny_hub: MiniHub, tmp_path, variables, words):
     """In a separate process, because the client reads them once."""
     hub = {"HF_ENDPOINT": tiny_hub.url, "HF_HOME": str(tmp_path), "NO_PROXY": ""}
     done = python(*MODULE, "capture", "org/tiny", "--dry-run", **hub | variables)
-    assert (done.returncode, words in done.stderr, "PROXY" in done.stderr) == (code, True, True), (
+    assert (done.returncode, words in done.stderr, "PROXY" in done.stderr) == (2, True, True), (
         done.stderr
     )
 

@@ -298,6 +298,9 @@ def test_a_file_beside_the_index_is_named():
     kept = {key: file for key, file in places.items() if file == "b.safetensors"}
     edit_json(folder / INDEX, weight_map=kept)
     assert "The index does not name a.safetensors." in refusal(folder, code=4)
+    (folder / INDEX).unlink()
+    (folder / "b.safetensors").rename(folder / "model.safetensors")
+    assert "index" not in refusal(folder, code=4)
 
 
 @pytest.mark.parametrize("head", [False, True])

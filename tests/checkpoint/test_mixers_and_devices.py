@@ -44,7 +44,7 @@ def test_mixers_that_no_capture_can_name_are_refused():
     for model, words in (
         (
             nn.Linear(2, 2),
-            "Linear has no SSD or gated-delta-rule layer: its layers are of nothing with weights",
+            "Linear has no SSD, GDN or KDA layer: its layers are of nothing with weights",
         ),
         (nn.ModuleDict({"lonely": first}), "'lonely' is in no numbered decoder layer"),
         (nn.ModuleDict({"layers": nn.ModuleList([layer])}), "Decoder layer 0 has two mixers"),

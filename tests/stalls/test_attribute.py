@@ -187,6 +187,7 @@ def test_a_line_has_the_stage_that_the_source_says(text, place: LineStage):
 def test_lines_that_no_table_knows(source, line, place: LineStage):
     assert parse(source).stage_of(line) == place
     assert not parse(source.replace("STAGES", "X")).labelled or "jit" not in source
+    assert not parse("-" * 10**5 + "1").lines
 
 
 def test_lines_of_libraries_and_line_0_belong_to_their_caller():

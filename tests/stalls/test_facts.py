@@ -168,6 +168,7 @@ def test_a_report_from_elsewhere_cannot_be_asked_what_was_wanted():
     assert set(statuses(analyse([whole])).values()) == {"not checked"}
     assert statuses(analyse([cut, whole]))[f"{cut.name} is complete"] == "failed"
     assert len(analyse([cut, whole]).sources) == 2, "files of two folders may have one name"
+    assert not analyse([], missing="no ncu").checks
 
 
 # --- hints
