@@ -253,10 +253,7 @@ def accuracy_table(
         raise _nothing_at(report, f"{kinds} with {fmt.words(absent, 'or')} states")
     faults = shortcomings(Outcome(report.restricted(precisions=wanted)))
     lines = [VerdictLine(fault, good=False) for fault in faults]
-    for_use = []
-    for group in compared_groups:
-        for_use += [(group, implementation) for implementation in group.compared]
-    lines += advice(for_use)
+    lines += advice(compared_groups)
     tables = chain.from_iterable(map(calls.accuracies, compared_groups))
     return terminal.render(
         Document(

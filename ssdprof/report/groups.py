@@ -16,8 +16,18 @@ from typing import Literal, NamedTuple
 
 from ssdprof.core import words as fmt
 from ssdprof.core.accuracy import Accuracy, Deviation
-from ssdprof.core.base import PRECISIONS, Clock, PrecisionName, TensorName, grouped, short_precision
+from ssdprof.core.base import (
+    ENDED,
+    PRECISIONS,
+    STOPPED,
+    Clock,
+    PrecisionName,
+    TensorName,
+    grouped,
+    short_precision,
+)
 from ssdprof.core.case import Case, Generated
+from ssdprof.core.outcome import exact_answer_is_finite
 from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate, Faster
 
@@ -419,3 +429,48 @@ def numbered_layers(indices: Iterable[int]) -> str:
     distinct_indices = set(indices)
     noun = "layer" if len(distinct_indices) == 1 else "layers"
     return f"{noun} {fmt.indices(distinct_indices)}"
+
+
+def case_words(cases: Iterable[Case]) -> str:
+    """Cases with their faults: "fused (relaxed, bf16 states) inaccurate in layers 9, 18; ...".
+
+    Cases that passed, and cases that were refused, are named without a word for that.
+    """
+
+    def words(case: Case) -> str:
+        fault = "" if case.result in ("passed", "refused") else f" {fault_words(case)}"
+        return f"{case.implementation} ({case.precision}){fault}"
+
+    by_words = grouped(cases, words)
+    return "; ".join(f"{words} in {layer_words(equal)}" for words, equal in by_words.items())
+
+
+def trouble_words(series: Series) -> str:
+    """Why a series is not within its error budget: "not finite in layer 9"."""
+    outside = [case for case in series.cases if case.result != "passed" or case.accuracy_faults]
+    by_fault = grouped(outside, fault_words)
+    return fmt.words(f"{fault} in {layer_words(cases)}" for fault, cases in by_fault.items())
+
+
+def fault_words(case: Case) -> str:
+    """What is wrong with a case that did not pass, or is outside its budget: "not finite", "crashed
+    in the law edge inputs", "outside the error budget".
+
+    If it has no finite exact answer, that alone is said.  "Inaccurate" are errors of a case that
+    did not pass.
+    """
+    if not exact_answer_is_finite(case):
+        return "without a finite exact answer"
+    if case.result == "nonfinite":
+        return "not finite"
+    if case.result not in ("passed", "inaccurate"):
+        return case.result
+    if case.later_fault:
+        return "found wrong after it was timed"
+    if any(tensor.reason for tensor in case.accuracy):
+        return "inaccurate" if case.result == "inaccurate" else "outside the error budget"
+    for law in case.broken_laws:
+        if law.detail.startswith(ENDED):
+            did = "did not return" if STOPPED in law.detail else "crashed"
+            return f"{did} in the law {law.name}"
+    return f"breaks a law ({fmt.words(law.name for law in case.broken_laws)})"

@@ -4,6 +4,7 @@ recommendation "In short", and the caveats.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from itertools import chain
 
 from ssdprof.core import words as fmt
@@ -12,7 +13,6 @@ from ssdprof.core.base import (
     ENDED,
     LONGEST_SEQLEN,
     PRECISIONS,
-    STOPPED,
     WHILE_RECORDED,
     PrecisionName,
     Probe,
@@ -29,7 +29,16 @@ from ssdprof.core.report import Report
 from ssdprof.core.statistics import Estimate
 from ssdprof.report import states
 from ssdprof.report.facts import answers_words, gpu_name
-from ssdprof.report.groups import Group, Series, group_words, groups, layer_words
+from ssdprof.report.groups import (
+    Group,
+    Series,
+    case_words,
+    fault_words,
+    group_words,
+    groups,
+    layer_words,
+    trouble_words,
+)
 from ssdprof.report.model import prefills
 from ssdprof.report.table import VerdictLine, shortened
 
@@ -60,14 +69,15 @@ _NOISE = 2
 _CLEARLY_SLOWER = 1.02
 # A part of a case's plan that begins so names a precision with equal results.
 _SAME_AS = "the same as "
+_REFUSED = "refused calls"  # a fault of an implementation that is none in other calls
 
 
 # --- the verdict
 
 
 def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
-    """The verdict of a report: why it did not pass, what passed, and the first state between calls
-    that does not fit.
+    """The verdict of a report: why it did not pass, what passed, the first state between calls that
+    does not fit, and the first fault that was found while a server ran.
 
     For a run that passed, it also says where the implementations may be used.
     """
@@ -78,11 +88,9 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
         lines.append(
             VerdictLine(f"The states between calls do not fit: {state_breaks[0]}.", good=False)
         )
+    lines += [VerdictLine(fault, good=False) for fault in _found_while_recorded(report)[:1]]
     if outcome.passed and report.kind == "run":
-        for_use = []
-        for group in groups(report):
-            for_use += [(group, name) for name in group.compared]
-        lines += advice(for_use)
+        lines += advice(groups(report))
     return tuple(lines)
 
 
@@ -176,7 +184,11 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
     is_single = outcome.compared == 1
     who = "the one case" if is_single else f"all {outcome.compared} cases"
     if outcome.passed:
-        limit = " for the kernels, not for the states between calls" if report.state_breaks else ""
+        limit = ""
+        if report.state_breaks:
+            limit = " for the kernels, not for the states between calls"
+        elif _found_while_recorded(report):
+            limit = " for the kernels, not for what the server did"
         who = f"PASSED{limit}: {who}"
     elif outcome.ended_early:
         who = f"So far {who}"
@@ -228,19 +240,18 @@ def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
 # --- where an implementation may be used
 
 
-def advice(compared: Iterable[tuple[Group, str]]) -> Iterator[VerdictLine]:
-    """The precisions at which implementations may be used, in sentences.
+def advice(compared: Iterable[Group]) -> Iterator[VerdictLine]:
+    """The precisions at which the compared implementations of groups may be used, in sentences.
 
     Groups with the same advice share a sentence.  What a server computed is not a choice, and is
     left out.
-
-    compared: groups, each with one of the implementations that were compared in it.
     """
     groups_of_line: dict[VerdictLine, list[Group]] = {}
-    for group, implementation in compared:
-        if implementation != "served":
-            line = _advice(group.series(implementation))
-            groups_of_line.setdefault(line, []).append(group)
+    for group in compared:
+        for implementation in group.compared:
+            if implementation != "served":
+                line = _advice(group.series(implementation))
+                groups_of_line.setdefault(line, []).append(group)
     for line, with_same_advice in groups_of_line.items():
         where = _capital(group_words(with_same_advice))
         yield line._replace(text=f"{where}, {line.text}")
@@ -306,42 +317,54 @@ def _doubt(series: Series, all_series: Sequence[Series]) -> str:
 def in_short(report: Report) -> tuple[VerdictLine, ...]:
     """A sentence for the reader who has to decide; empty if the report allows no decision.
 
-    For a run it says the gain at the longest prompt, whether the model's answers stay the same, and
-    what to use; for a prefill the gain of the whole model; for decoded states the format to use.
+    For a run it says what is at fault, the gain at the longest prompt at which something is usable,
+    or else in its decode steps, whether the model's answers stay the same, and what to use; for a
+    prefill the gain of the whole model; for decoded states the format to use.
     """
-    longest = next(iter(groups(report)), None)
+    compared = [group for group in groups(report) if group.compared]
     decision: VerdictLine | None
-    if report.kind == "run" and longest and longest.compared:
-        decision = _decision(report, longest)
+    if report.kind == "run" and compared:
+        decision = _decision(report, compared)
     elif report.kind == "prefill":
         decision = _of_prefill(report)
     else:
         decision = states.advice(report)
     if decision is None:
         return ()
-    text = decision.text
-    if state_breaks := _state_breaks(report):
-        text = f"explain first why the states between calls do not fit; {text}"
-    is_good = decision.good and not state_breaks
-    return (VerdictLine(f"In short: {text}.", is_good),)
+    first = ""
+    if report.state_breaks:
+        first = "explain first why the states between calls do not fit; "
+    elif _found_while_recorded(report):
+        first = "explain first what went wrong while it was recorded; "
+    return (VerdictLine(f"In short: {first}{decision.text}.", decision.good and not first),)
 
 
 def _of_prefill(report: Report) -> VerdictLine | None:
-    """Whether `fused` is faster in the longest prefill, and by how much; None if `fused` or its
-    baseline was not timed there.
+    """Whether `fused` and the user's own kernels are faster in the longest prefill, and by how
+    much; None if none of them, or no baseline, was timed there.
+
+    Where prefills ran with the model's own convolution and norm and with the bundled ones, those
+    with the model's own count.
     """
-    by_length = sorted((case for case, _ in prefills(report)), key=lambda case: case.seqlen)
-    longest = [case for case in by_length if case.seqlen == by_length[-1].seqlen]
-    case = next((case for case in longest if case.implementation == GATED), None)
-    if case is None or report.speedup(case) is None:
+    all_prefills = prefills(report)
+    longest = max((case.seqlen for case, _ in all_prefills), default=0)
+    cases: dict[str, Case] = {}  # implementation -> its first case, with the model's convolution
+    for case, _ in all_prefills:
+        if case.seqlen == longest and (case.implementation == GATED or case.kind == "own"):
+            cases.setdefault(case.implementation, case)
+    gains = []
+    for name, case in cases.items():
+        if report.speedup(case):
+            size = fmt.tokens(case.seqlen, case.batch)
+            gain = _speedups(report, report.baseline, partial(report.speedup, case, None))
+            if report.faster(case) == "faster":
+                gains.append(f"{name} gives a whole prefill of {size} {gain}")
+            else:
+                gains.append(f"{name} is not faster in a whole prefill of {size}: it has {gain}")
+    if not gains:
         return None
-    size = fmt.tokens(case.seqlen, case.batch)
-    gain = _speedups(report, report.baseline, lambda over: report.speedup(case, over=over))
-    whole = f"{GATED} gives a whole prefill of {size} {gain}"
-    if report.faster(case) != "faster":
-        whole = f"{GATED} is not faster in a whole prefill of {size}: it has {gain}"
     where = f"on this {gpu_name(report.environment)}"
-    return VerdictLine(f"{where}, {whole}", Outcome(report).passed)
+    return VerdictLine(f"{where}, {'; '.join(gains)}", Outcome(report).passed)
 
 
 def _speedups(report: Report, baseline: str, speedup: Callable[[str], Estimate | None]) -> str:
@@ -371,11 +394,13 @@ def _timed_kinds(report: Report) -> dict[str, str]:
     return {case.implementation: case.kind for case in report.cases if case.time_us}
 
 
-def _decision(report: Report, group: Group) -> VerdictLine:
-    """What is not usable and why, then what to use in a group of the report.
+def _decision(report: Report, compared: Sequence[Group]) -> VerdictLine:
+    """What is not usable and why, then what to use.
 
     If the inputs are at fault, that they have to be explained first; if the run is incomplete and
     has no other fault, that it decides nothing.
+
+    compared: the groups in which an implementation was compared, at least one.
     """
     outcome = Outcome(report)
     if report.doubts:
@@ -388,18 +413,20 @@ def _decision(report: Report, group: Group) -> VerdictLine:
         )
     faults = _faults_in_run(report, outcome)
     if not (faults or outcome.broken or outcome.passed):
-        return VerdictLine(f"keep {group.baseline} for now: this run is incomplete", good=False)
+        baseline = compared[0].baseline
+        return VerdictLine(f"keep {baseline} for now: this run is incomplete", good=False)
     words = []
     unusable: set[tuple[str, PrecisionName]] = set()
     for (name, fault), precisions in faults.items():
-        unusable |= {(name, precision) for precision in precisions}
+        if fault != _REFUSED:  # it may be usable in other calls
+            unusable |= {(name, precision) for precision in precisions}
         all_precisions = {case.precision for case in report.cases if case.implementation == name}
         where = f" at {fmt.words(precisions)}" if set(precisions) < all_precisions else ""
         words.append(f"{name} {fault}{where}")
     for verdict in outcome.broken:
         if not verdict.case:
             words.append(f"{verdict.condition} could judge no case")
-    advised, is_good = _recommendation(group, unusable)
+    advised, is_good = _recommendation(compared, unusable)
     return VerdictLine("; ".join([*words, advised]), is_good and outcome.passed)
 
 
@@ -408,15 +435,15 @@ def _faults_in_run(
 ) -> Mapping[tuple[str, str], Iterable[PrecisionName]]:
     """(implementation, fault) -> the precisions at which a case has this fault, each once.
 
-    The fault says that the case did not pass, or which limits it misses.  States that do not fit
-    are no fault of an implementation.
+    The fault says that the case was refused (`_REFUSED`), that it did not pass for another reason,
+    or which limits it misses.  States that do not fit are no fault of an implementation.
     """
     of_kernels = [verdict for verdict in outcome.broken if STATE_BREAKS not in verdict.condition]
     broken = grouped(of_kernels, lambda verdict: verdict.case)
     faults: dict[tuple[str, str], dict[PrecisionName, None]] = {}
     for case in report.cases:
         if case in outcome.faulty:
-            fault = "did not pass"
+            fault = _REFUSED if case.result == "refused" else "did not pass"
         elif case.name in broken:
             fault = f"misses {fmt.words(verdict.condition for verdict in broken[case.name])}"
         else:
@@ -425,22 +452,26 @@ def _faults_in_run(
     return faults
 
 
-def _recommendation(group: Group, unusable: Set[tuple[str, PrecisionName]]) -> VerdictLine:
-    """What to use: the most accurate precision that is faster than the baseline and not clearly
-    slower than the fastest one.
+def _recommendation(
+    compared: Sequence[Group], unusable: Set[tuple[str, PrecisionName]]
+) -> VerdictLine:
+    """What to use in the first group in which something is usable: of the precisions that are
+    faster than the baseline and not clearly slower than the fastest one, the most accurate one.
+    Then the speedup of each of the user's own kernels that is usable.
 
     Without times, the precisions that are accurate enough.
 
-    unusable: (implementation, precision) of those that have a fault.
+    compared: as for `_decision`; the longest prompt is first.
+    unusable: (implementation, precision) of those that failed a case or miss a limit.
     """
-    usable = [series for series in _usable(group) if series.key not in unusable]
+    usable: list[Series] = []
+    for group in compared:
+        usable = [series for series in _usable(group) if series.key not in unusable]
+        if usable:
+            break
+    else:
+        return _nothing_usable(compared[0], unusable)
     where = f"{group.extent} {group.where}"
-    if not usable:
-        if group.compared == ("served",) and not unusable:
-            return VerdictLine(f"what the server computed is accurate enough for {where}")
-        if all(series.key in unusable for series in group.series(group.baseline)):
-            return VerdictLine("nothing that was compared is usable", good=False)
-        return VerdictLine(f"keep {group.baseline}")
     timed = [series for series in usable if series.speedup() and len(series.timed) == group.calls]
     if not timed:
         return VerdictLine(_accurate_words(group, usable))
@@ -457,8 +488,33 @@ def _recommendation(group: Group, unusable: Set[tuple[str, PrecisionName]]) -> V
     saved = f"{fmt.duration(baseline_us - best.us('device'))} less of {fmt.duration(baseline_us)}"
     gain = f"on this {gpu_name(group.report.environment)}, {best.implementation} takes {saved}"
     speedups = _speedups(group.report, group.baseline, lambda name: best.speedup(over=name))
-    answers = _answers_words(best)
-    return VerdictLine(f"{gain} for {where}, {speedups}; {answers}; use {best.precision}")
+    words = [f"{gain} for {where}, {speedups}", _answers_words(best), f"use {best.precision}"]
+    of_own = [series for series in timed if series.cases[0].kind == "own"]
+    for name, all_series in grouped(of_own, lambda series: series.implementation).items():
+        fastest = min(all_series, key=lambda series: series.us("device"))
+        speedup = fastest.speedup()
+        if speedup and name != best.implementation:
+            ratio = fmt.ratio(speedup.value)
+            words.append(
+                f"{name} has a speedup of {ratio} over {group.baseline} at {fastest.precision}"
+            )
+    return VerdictLine("; ".join(words))
+
+
+def _nothing_usable(group: Group, unusable: Set[tuple[str, PrecisionName]]) -> VerdictLine:
+    """What to do if no implementation that was compared with the baseline is usable.
+
+    group: of the longest prompt.  unusable: as for `_recommendation`.
+    """
+    if group.compared == ("served",) and not unusable:
+        where = f"{group.extent} {group.where}"
+        return VerdictLine(f"what the server computed is accurate enough for {where}")
+    if all(
+        series.key in unusable or any(case.result == "refused" for case in series.cases)
+        for series in group.series(group.baseline)
+    ):
+        return VerdictLine("nothing that was compared is usable", good=False)
+    return VerdictLine(f"keep {group.baseline}")
 
 
 def _accurate_words(group: Group, usable: Sequence[Series]) -> str:
@@ -598,11 +654,11 @@ def _untested_laws(report: Report) -> Iterator[str]:
 
 
 def weaknesses(report: Report) -> list[str]:
-    """The caveats that weaken the verdict: faults that were found while a server ran, states that
-    do not fit, inputs that no model has, what a server computed from them, and sequences of one
-    chunk.
+    """The caveats that weaken the verdict: further faults that were found while a server ran,
+    states that do not fit, inputs that no model has, what a server computed from them, and
+    sequences of one chunk.
     """
-    caveats = [text for text in report.remarks if text.startswith(WHILE_RECORDED)]
+    caveats = _found_while_recorded(report)[1:]  # the verdict has the first one
     if state_breaks := _state_breaks(report):
         others = shortened(state_breaks[1:], _MOST_NAMED)
         caveats.append(
@@ -612,6 +668,11 @@ def weaknesses(report: Report) -> list[str]:
     for text, layers in report.doubts.items():
         caveats.append(f"In {fmt.plural(layers, 'layer')}, inputs that no model has: {text}")
     return [*caveats, *_server_or_recording(report), *_single_chunks(report)]
+
+
+def _found_while_recorded(report: Report) -> list[str]:
+    """The remarks on faults that were found while a server ran: "While it was recorded: ..."."""
+    return [text for text in report.remarks if text.startswith(WHILE_RECORDED)]
 
 
 def _state_breaks(report: Report) -> list[str]:
@@ -714,7 +775,7 @@ def _of_baselines(report: Report) -> Iterator[str]:
         errors = {case.implementation: fmt.small(_rms(case)) for case in compared}
         other_errors = "".join(f", of {name} {error}" for name, error in errors.items())
         timed = ", but was timed" if worst.time_us else ""
-        where = f"{label} {_fault_words(worst)} in {worst.case_key}"
+        where = f"{label} {fault_words(worst)} in {worst.case_key}"
         rms = f"rms error of the output {fmt.small(_rms(worst))}{other_errors}"
         yield f"The baseline has a fault{timed}: {where} ({rms})."
 
@@ -804,54 +865,6 @@ def _calls_words(report: Report, cases: Sequence[Case]) -> str:
         where = f" {Group(report, equal).where}" if equal[0].layer else ""
         words.append(f"{layer_words(equal)}{where}")
     return f" in {shortened(words, _MOST_NAMED)}"
-
-
-# --- cases in words
-
-
-def case_words(cases: Iterable[Case]) -> str:
-    """Cases with their faults: "fused (relaxed, bf16 states) inaccurate in layers 9, 18; ...".
-
-    Cases that passed, and cases that were refused, are named without a word for that.
-    """
-
-    def words(case: Case) -> str:
-        fault = "" if case.result in ("passed", "refused") else f" {_fault_words(case)}"
-        return f"{case.implementation} ({case.precision}){fault}"
-
-    by_words = grouped(cases, words)
-    return "; ".join(f"{words} in {layer_words(equal)}" for words, equal in by_words.items())
-
-
-def trouble_words(series: Series) -> str:
-    """Why a series is not within its error budget: "not finite in layer 9"."""
-    outside = [case for case in series.cases if case.result != "passed" or case.accuracy_faults]
-    by_fault = grouped(outside, _fault_words)
-    return fmt.words(f"{fault} in {layer_words(cases)}" for fault, cases in by_fault.items())
-
-
-def _fault_words(case: Case) -> str:
-    """What is wrong with a case that did not pass, or is outside its budget: "not finite", "crashed
-    in the law edge inputs", "outside the error budget".
-
-    If it has no finite exact answer, that alone is said.  "Inaccurate" are errors of a case that
-    did not pass.
-    """
-    if not exact_answer_is_finite(case):
-        return "without a finite exact answer"
-    if case.result == "nonfinite":
-        return "not finite"
-    if case.result not in ("passed", "inaccurate"):
-        return case.result
-    if case.later_fault:
-        return "found wrong after it was timed"
-    if any(tensor.reason for tensor in case.accuracy):
-        return "inaccurate" if case.result == "inaccurate" else "outside the error budget"
-    for law in case.broken_laws:
-        if law.detail.startswith(ENDED):
-            did = "did not return" if STOPPED in law.detail else "crashed"
-            return f"{did} in the law {law.name}"
-    return f"breaks a law ({fmt.words(law.name for law in case.broken_laws)})"
 
 
 def _capital(text: str) -> str:

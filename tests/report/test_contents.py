@@ -112,6 +112,7 @@ WITHIN = "within the error budget against the fp64 oracle."
 ANSWERS_COMPARED = "Answers of 1 case (and 1 of noise or single layers) were compared"
 SMALL = {"layers": (0, 9), "precisions": (EXACT_FP32,)}
 WHOLE = report(**SMALL)
+NOTES = ("While it was recorded: layer 3: out is NaN.",)
 VERDICTS: dict[str, tuple[Report, list[str]]] = {
     "failed": (
         report(precisions=TWO, change=result("nonfinite", precision=RELAXED_FP16)),
@@ -172,6 +173,14 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         [
             f"PASSED: all 4 cases are {WITHIN[:-1]}; Triton's interpreter ran the portable kernel, "
             "and no GPU's kernel was run; laws of bundled kernels were not tested (--laws all ",
+            "At 131,072",
+        ],
+    ),
+    "found while recorded": (
+        WHOLE.changed(notes=NOTES),
+        [
+            f"PASSED for the kernels, not for what the server did: all 4 cases are {WITHIN}",
+            NOTES[0],
             "At 131,072",
         ],
     ),
@@ -243,7 +252,7 @@ def test_the_verdict_names_what_is_wrong_and_what_is_not(name):
     found, expected = VERDICTS[name]
     lines = verdict_lines(found)
     assert len(lines) == len(expected), lines
-    bad = ("FAILED", "PARTIAL", "MISSING", "REFUSED", "GATE", "Nothing")
+    bad = ("FAILED", "PARTIAL", "MISSING", "REFUSED", "GATE", "Nothing", "While")
     for line, begins in zip(lines, expected, strict=True):
         assert line.text.startswith(begins)
         assert line.good != (line.text.startswith(bad) or "not be judged" in line.text)
@@ -329,8 +338,13 @@ def beside(name: str, kind: str, *changes: Change) -> Report:
     return cases.of_cases("run", every)
 
 
-def slower_fla(case: Case) -> Case:
-    return case.changed(samples=timed(772.5, 900)) if case.implementation == "fla" else case
+def slower(case: Case) -> Case:
+    return case.changed(samples=timed(772.5, 900))
+
+
+def with_refused_prompts() -> Report:
+    found = steps(report(**ONE))
+    return found.changed(cases=tuple(map(result("refused"), found.cases)))
 
 
 @pytest.mark.parametrize(
@@ -342,7 +356,7 @@ def slower_fla(case: Case) -> Case:
             f"{GAIN}; use exact, fp32 states.",
         ),
         (
-            beside("fla", "library", slower_fla),
+            beside("fla", "library", changed(slower, "fla")),
             f"{LESS}a speedup of 2.00x over unfused and 1.50x over fla; {NOT_ASKED}; "
             "use exact, fp32 states.",
         ),
@@ -375,7 +389,20 @@ def slower_fla(case: Case) -> Case:
         (report(change=changed(failed)), "fused did not pass; keep unfused."),
         (
             report(**TWO_OF_ONE, change=result("refused", precision=RELAXED_FP16)),
-            f"fused did not pass at relaxed, fp16 states; {GAIN}; use exact, fp32 states.",
+            f"fused refused calls at relaxed, fp16 states; {GAIN}; use exact, fp32 states.",
+        ),
+        (
+            with_refused_prompts(),
+            "fused refused calls; "
+            + GAIN.replace("fused", "recurrent", 1)
+            .replace("at 131", "in decode steps after 131")
+            .replace("unfused", "unfused_step")
+            + "; use exact, fp32 states.",
+        ),
+        (
+            beside("mine:f", "own", changed(slower, "mine:f")),
+            f"{GAIN}; use exact, fp32 states; mine:f has a speedup of 1.33x over unfused at exact, "
+            "fp32 states.",
         ),
         (
             report(**TWO_OF_ONE, gpu=False, change=result("nonfinite", precision=RELAXED_FP16)),
@@ -405,6 +432,10 @@ def slower_fla(case: Case) -> Case:
             f"kl:1 could judge no case; {GAIN}; use exact, fp32 states.",
         ),
         (report(complete=False), "keep unfused for now: this run is incomplete."),
+        (
+            report(**ONE, notes=NOTES),
+            f"explain first what went wrong while it was recorded; {GAIN}; use exact, fp32 states.",
+        ),
     ],
 )
 def test_the_last_sentence_says_what_to_do(found: Report, words):

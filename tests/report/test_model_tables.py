@@ -184,13 +184,14 @@ def test_a_time_that_is_missing_in_new_is_shown():
             2100.0,
             1050.0,
             "is not faster in a whole prefill of 1,024 tokens: it has a speedup of 0.95x over "
-            "unfused and 0.50x over fla.",
+            "unfused and 0.50x over fla; mine is not faster in a whole prefill of 1,024 tokens: ",
         ),
     ],
 )
 def test_a_prefill_is_in_short(fused_us, fla_us, words):
     fla = of_prefill("fla", fla_us).changed(kind="library")
-    found = prefill(of_prefill("unfused", 2000.0), of_prefill("fused", fused_us), fla)
+    mine = of_prefill("mine", fused_us).changed(kind="own")
+    found = prefill(of_prefill("unfused", 2000.0), of_prefill("fused", fused_us), mine, fla)
     (line,) = in_short(found)
     assert line.text.startswith(f"In short: on this NVIDIA H200, fused {words}")
     assert not in_short(prefill(of_prefill("unfused", 2000.0), of_prefill("fused", None)))
