@@ -78,13 +78,16 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
     history: whether to show a table for each set of runs that compared the same cases, in place of
         one table of all runs, unless no run can be read.  JSON is the same with and without it.
 
-    Raises BadInputError for a folder that does not exist, and for a file.
+    Raises BadInputError for a folder that does not exist, for a file, and for the folder of a run.
     """
-    if folder is not None and not folder.is_dir():
-        raise BadInputError(
-            f"{folder} is not a folder.",
-            "Name a folder that holds runs, or leave it out for runs/.",
-        )
+    if folder is not None:
+        fault = "" if folder.is_dir() else "is not a folder"
+        if reports.header_of(folder).is_file():
+            fault = "is a run itself"
+        if fault:
+            raise BadInputError(
+                f"{folder} {fault}.", "Name a folder that holds runs, or leave it out for runs/."
+            )
     stored = reports.listed(folder or reports.RUNS)
     listed = [ListedRun.of(path.name, report) for path, report in stored]
     if as_json:

@@ -22,6 +22,7 @@ from ssdprof.core.base import (
     TensorName,
     Text,
 )
+from ssdprof.core.words import plural
 
 # A share of matches is judged and shown only if the largest value of the tensor is at least this
 # many times the tolerance.  With smaller values the tolerance is a large part of most elements, and
@@ -72,6 +73,11 @@ class Deviation(Record):
                 "first_nonfinite is the first of the nonfinite ones among the elements"
             )
         return self
+
+    @property
+    def rms_of_all(self) -> float:
+        """`rms_ratio`; infinite if that is None, or if an element is not finite."""
+        return math.inf if self.nonfinite or self.rms_ratio is None else self.rms_ratio
 
     def match_pct(self, tolerance: float) -> float:
         """The percentage of elements with |a - b| <= tolerance (1 + |b|), b of the other tensor.
@@ -216,21 +222,20 @@ class Accuracy(Record):
         error = self.vs_oracle
         floor = self.floor
         where = (
-            f"{self.tensor}: {error.nonfinite} elements are not finite, the first at "
+            f"{self.tensor}: not finite in {plural(error.nonfinite, 'element')}, the first at "
             f"{error.first_nonfinite}"
         )
         if not floor.nonfinite:
             return f"{where}; the exact answer is finite everywhere"
         return (
             f"{where}; the exact answer, rounded to {self.dtype}, is itself not finite in "
-            f"{floor.nonfinite} elements, the first at {floor.first_nonfinite}"
+            f"{plural(floor.nonfinite, 'element')}, the first at {floor.first_nonfinite}"
         )
 
     @property
     def over_floor(self) -> float | None:
-        """The RMS error over that of the rounded oracle; None if the oracle needs no rounding, or
-        if one of the errors is infinite.
+        """The RMS error over that of the rounded oracle, infinite if an element is not finite; None
+        if the oracle needs no rounding, or if rounding makes its error infinite.
         """
-        if not self.floor.rms_ratio or self.vs_oracle.rms_ratio is None:
-            return None
-        return self.vs_oracle.rms_ratio / self.floor.rms_ratio
+        floor = self.floor.rms_ratio
+        return self.vs_oracle.rms_of_all / floor if floor else None

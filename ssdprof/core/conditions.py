@@ -87,7 +87,8 @@ class Metric:
     choices: what may follow @; None if any name may.
     default: what is assumed to follow @ if nothing does.
     is_whole: whether all values are whole numbers; then limits are, too, unless in percent.
-    if_missing: why a case that passed has no value, in words.
+    if_missing: why a case that passed has no value, in words; computed from the case if there are
+        several reasons.
     """
 
     value: Callable[[Case, str, SpeedupOf], Measured | None]
@@ -99,7 +100,7 @@ class Metric:
     is_whole: bool = False
     choices: tuple[str, ...] | None = ()
     default: str = ""
-    if_missing: str = "no such value"
+    if_missing: str | Callable[[Case], str] = "no such value"
 
     def allows(self, at: str) -> bool:
         """Whether a text may follow @; nothing may always follow."""
@@ -161,6 +162,16 @@ def _match(case: Case, tolerance_name: str, _speedup_of: SpeedupOf) -> float | N
     return error.match_pct(tolerance)
 
 
+def _why_no_match(case: Case) -> str:
+    """Why `_match` is None, and the gate that can be given instead."""
+    if case.match_pct(0.0) is None:
+        return "there is no baseline's output to match; gate rms, which compares with fp64"
+    return (
+        "the tolerance is over 2 % of the baseline's largest value; gate rms, whose limit is "
+        "relative"
+    )
+
+
 def _rms(case: Case, _at: str, _speedup_of: SpeedupOf) -> float | None:
     """The RMS error over that of the floor; infinite if only the floor is 0.  None if the output
     was not compared.
@@ -212,7 +223,7 @@ METRICS: dict[str, Metric] = {
         more_is_better=True,
         choices=tuple(TOLERANCE_NAMES),
         default="1e-3",
-        if_missing="no baseline's output, or the tolerance is over 2 % of its largest value",
+        if_missing=_why_no_match,
     ),
     "rms": Metric(
         value=_rms,

@@ -130,7 +130,8 @@ def _verdict(condition: Condition, case: Case, report: Report) -> Verdict:
     holds: bool | None
     if value is None:
         holds = None if is_answers(case) else False
-        actual = metric.if_missing
+        missing = metric.if_missing
+        actual = missing if isinstance(missing, str) else missing(case)
     else:
         size = number(value)
         limit = condition.limit

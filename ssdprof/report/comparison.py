@@ -54,7 +54,7 @@ def _errors(case: Case) -> TableRow:
     error = case.error
     return {
         match_heading(1e-3).replace("\n", " "): fmt.percent(case.match_pct(1e-3)),
-        "rms error": fmt.small(error.rms_ratio if error else None),
+        "rms error": fmt.small(error.rms_of_all if error else None),
         "largest error": fmt.small(error.max_abs if error else None),
     }
 
@@ -169,15 +169,19 @@ def _verdict(comparison: Comparison) -> Iterator[VerdictLine]:
 
 
 def _times(comparison: Comparison, pairs: Iterable[CasePair]) -> str:
-    """How many pairs have which verdict: "4 no difference within 1.0%, 1 slower"."""
-    within = f"no difference within {fmt.share(100 * comparison.smallest_difference, 1)}"
+    """How many pairs have which verdict: "4 no difference within 1%, 1 slower".  Without a
+    smallest difference no limit is named: "4 no difference".
+    """
+    within = "no difference"
+    if comparison.smallest_difference:
+        within += f" within {100 * comparison.smallest_difference:g}%"
     verdicts = (pair.verdict for pair in pairs)
     return _counts(within if verdict == "no difference" else verdict for verdict in verdicts)
 
 
 def _accuracy_change(pair: CasePair) -> str:
     """How the result of a case changed, or else its errors, in words.  Empty if BASE or NEW has no
-    such case, or no error of it, as where an RMS error is infinite.
+    such case, or no error of it.
 
     "equal": all cells that the tables show are.
     """
@@ -206,7 +210,7 @@ def _error(case: Case) -> float | None:
         return case.task.last(case.task.state_errors)
     if case.band:
         return case.band.kl_mean
-    return case.error.rms_ratio if case.error else None
+    return case.error.rms_of_all if case.error else None
 
 
 def _counts(words: Iterable[str]) -> str:

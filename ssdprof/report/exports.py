@@ -7,6 +7,7 @@ each case that `pairs.compared` returns has a row, a line or a test.  What GitHu
 
 import io
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from csv import DictWriter
@@ -174,6 +175,7 @@ def _estimate(name: str, unit: str, estimate: Estimate | None, has_interval: boo
 
 def _errors(accuracy: Accuracy | None, name: str) -> CsvRow:
     """The columns of the errors of one tensor, against fp64 where the header says nothing else.
+    Errors are infinite if an element is not finite.
 
     name: the tensor, in words.
     """
@@ -183,9 +185,10 @@ def _errors(accuracy: Accuracy | None, name: str) -> CsvRow:
     return {
         **_matches(baseline, f"{name}, match against baseline"),
         **_matches(oracle, f"{name}, match against fp64"),
-        f"{name}, rms error [relative]": oracle and oracle.rms_ratio,
+        f"{name}, elements not finite": oracle and oracle.nonfinite,
+        f"{name}, rms error [relative]": oracle and oracle.rms_of_all,
         f"{name}, rms error of floor [relative]": floor and floor.rms_ratio,
-        f"{name}, largest error": oracle and oracle.max_abs,
+        f"{name}, largest error": oracle and (math.inf if oracle.nonfinite else oracle.max_abs),
     }
 
 

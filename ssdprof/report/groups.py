@@ -381,8 +381,7 @@ def pool(cases: Iterable[Case], tensor: TensorName, which: Against) -> Pooled | 
         return None
     case_of_largest, largest = max(known, key=lambda pair: pair[1].max_abs)
     parts = tuple(error for _, error in known)
-    ratios = [math.inf if part.nonfinite else part.rms_ratio for part in parts]
-    rms = max(math.inf if ratio is None else ratio for ratio in ratios)
+    rms = max(part.rms_of_all for part in parts)
     return Pooled(largest, case_of_largest, rms, parts)
 
 

@@ -782,9 +782,7 @@ def _of_baselines(report: Report) -> Iterator[str]:
 
 def _rms(case: Case) -> float:
     """The relative RMS error of a case's output; infinite if the output was not compared, too."""
-    if case.error is None or case.error.rms_ratio is None:
-        return math.inf
-    return case.error.rms_ratio
+    return case.error.rms_of_all if case.error else math.inf
 
 
 def _of_libraries(report: Report) -> Iterator[str]:

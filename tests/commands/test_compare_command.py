@@ -95,7 +95,8 @@ def test_settings_hold_the_conditions():
     Path("ssdprof.toml").write_text(
         '[compare]\nfail-if = ["time:base+3%"]\nsmallest-difference = "10%"\n'
     )
-    assert "8 no difference within 10.0%" in compare(1, "base slow").shown
+    assert "8 no difference within 10%" in compare(1, "base slow").shown
+    assert "8 no difference." in compare(0, "base same --smallest-difference 0%").shown
     compare(0, "base slow --fail-if time:base+20%")
 
 

@@ -282,7 +282,7 @@ def test_what_is_not_finite_says_whose_fault_it_is():
     kernel = case(accuracy=(accuracy(vs_oracle=bad),))
     assert kernel.result == "nonfinite"
     assert kernel.why == (
-        "out: 2 elements are not finite, the first at (0, 1, 2, 3); the exact answer is finite "
+        "out: not finite in 2 elements, the first at (0, 1, 2, 3); the exact answer is finite "
         "everywhere"
     )
     exact = case(accuracy=(accuracy(vs_oracle=bad, floor=bad),))

@@ -30,7 +30,7 @@ from ssdprof.store import reports
 
 LATE = "it leaves work to another stream or thread: its output changes after the call"
 OTHER_NUMBERS = "with other numbers at the same addresses of the inputs, out, head"
-NOT_FINITE = "elements are not finite"
+NOT_FINITE = "not finite in "
 
 
 def cheats(entry: Entry, run: Callable[[], SSDOutput]):

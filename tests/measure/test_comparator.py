@@ -141,7 +141,7 @@ def test_nan_weights_are_told_from_a_nan_of_the_kernel():
     assert comparison[0].vs_oracle.nonfinite
     assert comparison[0].floor.first_nonfinite == (0, 0, 2, 0)
     assert (
-        "the exact answer, rounded to bf16, is itself not finite in 3200 elements, the first at "
+        "the exact answer, rounded to bf16, is itself not finite in 3,200 elements, the first at "
         "(0, 0, 2, 0)"
     ) in (reason(comparison))
     assert not comparison[1].reason

@@ -122,6 +122,9 @@ def test_junit_of_gates_and_of_a_run_that_is_not_whole():
 # --- CSV
 
 
+NOT_FINITE = ("elements not finite", "rms error [relative]", "largest error")
+
+
 def test_csv_of_failures_and_of_nothing():
     (row,) = (
         row
@@ -130,6 +133,8 @@ def test_csv_of_failures_and_of_nothing():
     )
     assert row["reason"] == 'no "such", size\nat all'
     assert row["device time [µs]"] == row["output, largest error"] == ""
+    (row,) = (row for row in rows(ending("nonfinite")) if row["status"] != "passed")
+    assert [row[f"output, {name}"] for name in NOT_FINITE] == ["3", "inf", "inf"]
     (header,) = csv.reader(io.StringIO(exports.csv(small(cases=()))))
     for kind in (small, bench, answers):
         assert header == list(rows(kind())[0])

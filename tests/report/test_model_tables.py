@@ -113,7 +113,7 @@ def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_o
     assert (passing.text, passing.good) == ("PASSED: no case violates memory:base+0%.", True)
     assert last.text == (
         "Compared 2 cases.  Not compared: 2 only in BASE.  "
-        "Time: 1 no difference within 1.0%, 1 slower.  Accuracy: 2 equal."
+        "Time: 1 no difference within 1%, 1 slower.  Accuracy: 2 equal."
     )
     found = tables(document)
     total = row(found["Change of all cases together"], "fused")
