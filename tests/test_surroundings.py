@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from targets import slow
+
+from ssdprof.commands.terminal import lossy_stream
 
 RUN = (
     *("run", "demo", "--seq", "8", "--layers", "first:1", "--dtypes", "exact"),
@@ -60,3 +63,13 @@ def test_no_warning_of_a_library_and_no_reader_of_progress_that_goes_away_ends_a
         assert process.wait(timeout=100) == 0
     assert "PASSED" in out
     assert any(Path("run").iterdir())
+
+
+def test_a_full_pipe_that_does_not_block_ends_no_command_and_stops_none():
+    _, full = os.pipe()
+    os.set_blocking(full, False)
+    with suppress(BlockingIOError):
+        while os.write(full, bytes(4096)):
+            pass
+    with lossy_stream(full, close=True) as stream:
+        assert stream.write("progress\n") == 9

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -19,14 +19,15 @@ from ssdprof.errors import BadInputError, MissingCapabilityError, harmless, mask
 class LossyFile(io.FileIO):
     """A file for progress and warnings.  What cannot be written to it is dropped.
 
-    A command goes on if the reader of its progress has gone, or if the disk with its log is full.
+    A command goes on if the reader of its progress has gone, if the disk with its log is full, and
+    if a pipe that does not block is full, for which `FileIO.write` returns None.
     """
 
     def write(self, data: Any) -> int:
-        try:
-            return super().write(data) or 0
-        except OSError:
-            return len(data)
+        written = None
+        with suppress(OSError):
+            written = super().write(data)
+        return len(data) if written is None else written
 
 
 def lossy_stream(number: int, *, close: bool) -> io.TextIOWrapper:

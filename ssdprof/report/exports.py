@@ -51,7 +51,14 @@ from ssdprof.report import markdown
 from ssdprof.report.calls import SHOWN, again
 from ssdprof.report.document import compose, target_words
 from ssdprof.report.facts import gpu_name, versions_of
-from ssdprof.report.statements import by_gate, caveats, incomplete, verdict_lines, why_not_passed
+from ssdprof.report.statements import (
+    by_gate,
+    caveats,
+    found_while_recorded,
+    incomplete,
+    verdict_lines,
+    why_not_passed,
+)
 from ssdprof.report.table import Table
 
 MOST_ANNOTATIONS = 10  # of a kind in a step; GitHub silently drops the others
@@ -439,14 +446,15 @@ def step_summary(report: Report) -> str:
 
 def workflow_commands(report: Report) -> Iterator[str]:
     """The annotations of a GitHub step, one command a line: an error for each reason why the report
-    did not pass, and a warning for each caveat.
+    did not pass, and a warning for each caveat and each fault that was found while a server ran.
     """
     # a property of a command, in which more characters are escaped than in its data
     title = _data(f"ssdprof: {target_words(report)}").replace(":", "%3A").replace(",", "%2C")
     faulty = (case for case in Outcome(report).faulty if case.why)
     reasons = [f"{case.name}: {case.result}: {case.why}" for case in faulty]
     yield from _annotations("error", title, [*why_not_passed(report), *reasons])
-    yield from _annotations("warning", title, list(caveats(report)))
+    warnings = [*found_while_recorded(report)[:1], *caveats(report)]
+    yield from _annotations("warning", title, warnings)
 
 
 def _annotations(kind: str, title: str, lines: Sequence[str]) -> Iterator[str]:

@@ -199,7 +199,8 @@ class Group:
 
     call: one of the calls; None if the calls are whole prompts or generated inputs.
     are_steps: whether the calls are decode steps, which have their own baseline.
-    noun: the word for one of several calls of a layer: "chunk", "step" or "forward pass".
+    noun: the word for one of several calls of a layer: "chunk", "step" or "forward pass"; "call" if
+        `call` is None.
     calls: the number of calls in all layers; 1 in a bench.
     layers: the indices of the decoder layers; (-1,) in a bench.
     tokens: the size of the prompt in words: "131,072 tokens", "32 x 1,024 tokens".
@@ -413,8 +414,8 @@ def group_words(shown_groups: Sequence[Group]) -> str:
 
 
 def layer_words(cases: Iterable[Case]) -> str:
-    """The layers of the cases: "layer 9", "layers 9, 18".  If no case is of a single layer, the
-    keys of the cases.
+    """The layers of the cases: "layer 9", "layers 9, 18"; cases of no single layer are left out.
+    If all are, the keys of the cases.
     """
     all_cases = list(cases)
     indices = {layer_of(case) for case in all_cases if case.layer}

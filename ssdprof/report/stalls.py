@@ -186,7 +186,7 @@ def _weights(kernels: Sequence[KernelStalls]) -> list[tuple[KernelStalls, float]
 
 def changes(base: StallReport | None, new: StallReport | None) -> Iterator[Table]:
     """A table of the stages of each implementation that was profiled in both reports; a table
-    without rows if it has no samples or no duration in one of them.
+    without rows if it has no samples or no duration in one of them.  No table without two reports.
     """
     if base is None or new is None:
         return
@@ -430,7 +430,7 @@ def _averages(report: StallReport) -> Table:
 
 
 def _hottest_lines(group: KernelGroup) -> Table:
-    """The lines with the most samples, and the most frequent reasons of these."""
+    """The lines with the largest shares of the busy time, and their most frequent reasons."""
     rows = [
         {
             "share": fmt.share(pct, 1),

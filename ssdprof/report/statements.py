@@ -11,7 +11,6 @@ from ssdprof.core import words as fmt
 from ssdprof.core.base import (
     BETWEEN_CALLS,
     ENDED,
-    LONGEST_SEQLEN,
     PRECISIONS,
     WHILE_RECORDED,
     PrecisionName,
@@ -60,7 +59,8 @@ CONSEQUENCES = {
     "finer inputs": "fp32 or fp16 inputs are computed wrongly",
 }
 _MOST_NAMED = 6  # items of a list that a sentence names, such as the cases that break a gate
-# A precision is not advised if its error is at least this many times that of exact intermediates.
+# Relaxed intermediates are not advised if their error is at least this many times that of exact
+# ones, unless the model's answers decide: see `_doubt`.
 _MUCH_WORSE = 10
 # Answers that diverge by up to this many times the model's noise cannot be told from noise.
 _NOISE = 2
@@ -88,7 +88,7 @@ def verdict_lines(report: Report) -> tuple[VerdictLine, ...]:
         lines.append(
             VerdictLine(f"The states between calls do not fit: {state_breaks[0]}.", good=False)
         )
-    lines += [VerdictLine(fault, good=False) for fault in _found_while_recorded(report)[:1]]
+    lines += [VerdictLine(fault, good=False) for fault in found_while_recorded(report)[:1]]
     if outcome.passed and report.kind == "run":
         lines += advice(groups(report))
     return tuple(lines)
@@ -187,7 +187,7 @@ def _passed(report: Report, outcome: Outcome) -> Iterator[VerdictLine]:
         limit = ""
         if report.state_breaks:
             limit = " for the kernels, not for the states between calls"
-        elif _found_while_recorded(report):
+        elif found_while_recorded(report):
             limit = " for the kernels, not for what the server did"
         who = f"PASSED{limit}: {who}"
     elif outcome.ended_early:
@@ -288,8 +288,9 @@ def _advice(all_series: Sequence[Series]) -> VerdictLine:
 def _doubt(series: Series, all_series: Sequence[Series]) -> str:
     """Why a precision is not advised although it is within its budget; empty if it is advised.
 
-    Exact intermediates are always advised.  On relaxed ones, the model's answers decide if they and
-    the model's noise were compared; otherwise the error of the output decides.
+    Exact intermediates are always advised, and so are relaxed ones if no exact ones are within
+    their budget.  Otherwise the model's answers decide if they and the model's noise were compared,
+    and else the error of the output.
 
     all_series: the series of the same implementation.
     """
@@ -334,7 +335,7 @@ def in_short(report: Report) -> tuple[VerdictLine, ...]:
     first = ""
     if report.state_breaks:
         first = "explain first why the states between calls do not fit; "
-    elif _found_while_recorded(report):
+    elif found_while_recorded(report):
         first = "explain first what went wrong while it was recorded; "
     return (VerdictLine(f"In short: {first}{decision.text}.", decision.good and not first),)
 
@@ -371,8 +372,9 @@ def _speedups(report: Report, baseline: str, speedup: Callable[[str], Estimate |
     """The speedups over the baseline and over every library that was timed: "a speedup of 3.64x
     over unfused and 2.75x over fla".
 
-    A bundled baseline may be slower than what users have.  Without a speedup over a library, the
-    words say that the baseline is bundled, and if so, that the whole report has no library's time.
+    A bundled baseline may be slower than what users have.  The words say that it is bundled if they
+    have no speedup over a library, and also that no library was timed if the report has no time of
+    one.
 
     baseline: an implementation that was timed.
     speedup: gives the speedup over an implementation, if there is one.
@@ -591,8 +593,8 @@ def _divergence(series: Series) -> tuple[float | None, float | None]:
 
 def caveats(report: Report) -> Iterator[str]:
     """The caveats: first those that weaken the verdict; then those on speed, baselines, libraries,
-    laws and equal precisions, and on what was left out; last the report's remarks, but for those
-    that are among the first.
+    laws and equal precisions, and on what was left out; last the report's remarks, without those of
+    `found_while_recorded`, which are in the verdict or among the first.
     """
     yield from weaknesses(report)
     is_timed = any(case.time_us for case in report.of_calls)
@@ -658,7 +660,7 @@ def weaknesses(report: Report) -> list[str]:
     states that do not fit, inputs that no model has, what a server computed from them, and
     sequences of one chunk.
     """
-    caveats = _found_while_recorded(report)[1:]  # the verdict has the first one
+    caveats = found_while_recorded(report)[1:]  # the verdict has the first one
     if state_breaks := _state_breaks(report):
         others = shortened(state_breaks[1:], _MOST_NAMED)
         caveats.append(
@@ -670,7 +672,7 @@ def weaknesses(report: Report) -> list[str]:
     return [*caveats, *_server_or_recording(report), *_single_chunks(report)]
 
 
-def _found_while_recorded(report: Report) -> list[str]:
+def found_while_recorded(report: Report) -> list[str]:
     """The remarks on faults that were found while a server ran: "While it was recorded: ..."."""
     return [text for text in report.remarks if text.startswith(WHILE_RECORDED)]
 
@@ -689,7 +691,8 @@ def _server_or_recording(report: Report) -> Iterator[str]:
     """A caveat that says what is known of a server whose output is wrong, or whose inputs no model
     has: whether the server or its recording is at fault.
 
-    None if its output could not be compared.
+    No caveat without these faults, and none on the inputs if an output was recorded that could not
+    be compared.
     """
     if not report.is_recorded:
         return
@@ -742,8 +745,8 @@ def _single_chunks(report: Report) -> Iterator[str]:
 def _longest_from_zeros(group: Group, report: Report) -> int | None:
     """The length of the longest sequence of a group.
 
-    None if the sequences begin with a state, so that the dtype of states matters for any length,
-    and in a bench.
+    None if the sequences begin with a state, so that the dtype of states matters for any length, or
+    may begin with one, as those of a recording, and in a bench.
     """
     call = group.call
     if isinstance(group.cases[0].task, Generated):
@@ -753,8 +756,7 @@ def _longest_from_zeros(group: Group, report: Report) -> int | None:
     if call.kind != "packed":
         return None
     lengths = list(chain.from_iterable(prompt.serving.packed for prompt in report.prompts))
-    # the calls of a recording have no lengths here, and their sequences may begin with states
-    return max(lengths, default=LONGEST_SEQLEN)
+    return max(lengths, default=None)  # a recording has no lengths here
 
 
 def _of_baselines(report: Report) -> Iterator[str]:
@@ -786,9 +788,9 @@ def _rms(case: Case) -> float:
 
 
 def _of_libraries(report: Report) -> Iterator[str]:
-    """The caveats on implementations that are unavailable, and on libraries that the user did not
-    name: those that were not timed because they did not pass, and those that passed although they
-    are outside the error budget.
+    """The caveats on implementations that are unavailable, and on libraries in a bench or beside a
+    baseline: those that did not pass and therefore have no time, and those that passed although
+    they are outside the error budget.
     """
     yield from (f"Not compared: {reason}" for reason in report.absent)
     libraries = [

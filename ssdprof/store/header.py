@@ -38,6 +38,7 @@ def _commit() -> str:
     """The commit that is checked out in the working directory, with "-dirty" after it if files have
     changed since; empty without a repository or without git.
     """
+    # without tags, which are all excluded, git describes a commit by its hash
     words = ("git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10")
     with suppress(OSError):
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
@@ -48,8 +49,6 @@ def _notes(report: Report, ref: CheckpointRef) -> Iterator[str]:
     """The notes that follow from the request.  `report.statements.caveats` adds those that follow
     from the results.
     """
-    if report.absent:
-        yield f"Not compared: {'; '.join(reason.rstrip('.') for reason in report.absent)}."
     yield from _on_model(ref)
     yield from _on_inputs(report, ref)
     if report.placement:
@@ -111,7 +110,7 @@ def _on_inputs(report: Report, ref: CheckpointRef) -> Iterator[str]:
 
 
 def _on_placement(placement: Placement) -> Iterator[str]:
-    """A note on where the weights were, unless one GPU held all of them."""
+    """A note on where the weights were; none for `one-gpu`, which has them all on one device."""
     kind = placement.kind
     device = placement.device
     if kind == "one-gpu":

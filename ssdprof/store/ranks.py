@@ -109,7 +109,7 @@ def follows(environment: Mapping[str, str] = os.environ) -> bool:
         return (
             not Ranks.divided
             and rank_count(environment) > 1
-            and int(environment.get("RANK", FIRST_RANK)) != FIRST_RANK
+            and int(environment.get("RANK") or FIRST_RANK) != FIRST_RANK
         )
     return False
 

@@ -299,8 +299,8 @@ def opened(
         the other arguments describe the report.
     fields: see `draft`.
 
-    Raises BadInputError if `out` has another report, or if another process is writing into it;
-    MissingCapabilityError if it cannot be written, or if a rank died.
+    Raises BadInputError if `out` has another report, if a file is in its place, or if another
+    process is writing into it; MissingCapabilityError if it cannot be written, or if a rank died.
     """
     if sampler:
         assert out
@@ -451,7 +451,7 @@ def _remove_empty(folder: Path, is_new: bool) -> None:
 
 def _note_end(writer: Writer, error: BaseException) -> str:
     """Store why the process ended, if it has cases.  Returns a sentence that says where they are,
-    or that there are none.
+    that there are none, or that they were lost because somebody removed the report.
     """
     if not writer.has_cases:
         return "Nothing had been compared yet, and no report is kept."

@@ -70,7 +70,7 @@ def keep(found_on: Environment, calls: TunedCalls, tuned: TunedConfig | None) ->
     calls: the calls for which it was.
     tuned: its result; None if no configuration was faster than the committed one.
 
-    Raises MissingCapabilityError if the file cannot be written.
+    Raises the error of `files.unwritable` if the file cannot be written.
     """
     assert found_on.gpu is not None
     before, _ = load(found_on.gpu)
@@ -96,7 +96,10 @@ def keep(found_on: Environment, calls: TunedCalls, tuned: TunedConfig | None) ->
 
 
 def clear() -> tuple[Path, ...]:
-    """Delete the configurations of all GPUs.  Returns the deleted files."""
+    """Delete the configurations of all GPUs.  Returns the deleted files.
+
+    Raises the error of `files.unwritable` if one cannot be deleted.
+    """
     deleted = tuple(sorted(folder().glob("*.json")))
     for file in deleted:
         try:

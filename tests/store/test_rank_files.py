@@ -270,7 +270,8 @@ def test_before_work_is_divided_the_first_rank_tells_what_is_wrong(two: Pair, mo
 
     first, second = ({"WORLD_SIZE": "2", "RANK": rank} for rank in "01")
     monkeypatch.setattr(time, "sleep", interrupted)
-    assert (follows(first), follows(second), follows({})) == (False, True, False)
+    unset = {"WORLD_SIZE": "2", "RANK": ""}
+    assert list(map(follows, (first, second, {}, unset))) == [False, True, False, False]
     assert (first_tells(first), first_tells(second)) == (False, True)
     monkeypatch.setattr(time, "sleep", lambda _: None)
     assert not first_tells(second)
