@@ -421,7 +421,7 @@ def compare(options: options.CompareOptions) -> None:
         _write(_comparison_text(compared, document, format_name), target, force=options.force)
     if compared.passed:
         return
-    offences = list(chain.from_iterable(compared.verdicts.values()))
+    offences = chain.from_iterable(compared.verdicts.values())
     lines = [f"FAILED: {offence}" for offence in offences]
     if compared.nothing_compared:
         lines.append(f"FAILED: nothing was compared: {compared.nothing_compared}")

@@ -222,16 +222,12 @@ def _answers_compared(report: Report, outcome: Outcome) -> VerdictLine:
     """The verdict on answers that ran and break no limit: whether limits were given for them, and
     could be judged.
     """
-    gates = [
-        gate.text for gate in report.conditions if METRICS[gate.metric].applies(outcome.answers[0])
-    ]
-    is_unjudged = any(
-        verdict.holds is None for verdict in verdicts(report) if verdict.condition in gates
-    )
+    # only answers have verdicts of None
+    is_unjudged = any(verdict.holds is None for verdict in verdicts(report))
     limits = "no limit was given"
     if is_unjudged:
         limits = "a limit could not be judged"
-    elif gates:
+    elif any(METRICS[gate.metric].applies(outcome.answers[0]) for gate in report.conditions):
         limits = "they are within the limits"
     compared = f"Answers of {answers_words(report.of_answers)} were compared"
     return VerdictLine(f"{compared}: {limits}.", not is_unjudged)
@@ -466,10 +462,8 @@ def _recommendation(
     compared: as for `_decision`; the longest prompt is first.
     unusable: (implementation, precision) of those that failed a case or miss a limit.
     """
-    usable: list[Series] = []
     for group in compared:
-        usable = [series for series in _usable(group) if series.key not in unusable]
-        if usable:
+        if usable := _usable(group, unusable):
             break
     else:
         return _nothing_usable(compared[0], unusable)
@@ -539,16 +533,17 @@ def _accurate_words(group: Group, usable: Sequence[Series]) -> str:
     return f"{fmt.words(clauses)} for {group.extent} {group.where}; {reason}"
 
 
-def _usable(group: Group) -> list[Series]:
-    """The series that may be advised: within their budget and without a `_doubt`.  What a server
-    computed is not a choice, and is left out.
+def _usable(group: Group, unusable: Set[tuple[str, PrecisionName]]) -> list[Series]:
+    """The series of a group that may be advised: within their budget, not `unusable`, and without a
+    `_doubt`.  What a server computed is not a choice, and is left out.
     """
     usable = []
     for name in group.compared:
         all_series = group.series(name)
-        if name != "served":
-            within_budget = (series for series in all_series if series.within_budget)
-            usable += [series for series in within_budget if not _doubt(series, all_series)]
+        for series in all_series:
+            may_be_used = series.within_budget and series.key not in unusable
+            if may_be_used and name != "served" and not _doubt(series, all_series):
+                usable.append(series)
     return usable
 
 
@@ -729,8 +724,8 @@ def _single_chunks(report: Report) -> Iterator[str]:
     """
     for group in groups(report):
         longest = _longest_from_zeros(group, report)
-        sizes = {case.dims.chunk_size for case in group.cases if case.dims}
-        chunks = sorted(size for size in sizes if size is not None)
+        all_dims = (case.dims for case in group.cases if case.dims)
+        chunks = sorted({dims.chunk_size for dims in all_dims if dims.chunk_size})
         if longest is None or not chunks or longest > chunks[0]:
             continue
         if group.call:
