@@ -56,14 +56,6 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut(width):
         assert word in text
 
 
-def test_the_verdict_is_first_and_last():
-    lines = printed(terminal.render(compose(report(precisions=TWO, gpu=False))), 400).splitlines()
-    assert lines[0] == "ssdprof: ibm-granite/granite-4.0-h-small, 131,072 tokens, no GPU"
-    assert lines[1].startswith("PASSED")
-    assert lines[1:4] == lines[-3:]
-    assert lines[-1].startswith("In short: ")
-
-
 def test_colour_only_where_it_is_wanted(monkeypatch):
     rendered = terminal.render(compose(report()))
     assert "\x1b[" in printed(rendered, force_terminal=True, color_system="standard")
@@ -139,24 +131,16 @@ def test_it_fits_the_screen(found: Report, width):
 
 
 def test_numbers_of_the_screen_are_those_of_the_report_and_the_verdict_is_last():
-    found = report(precisions=(EXACT_FP32,), layers=(0,), notes=("The prompt is random tokens.",))
+    found = report(precisions=(EXACT_FP32,), layers=(0,))
     text = printed(brief.render(found), 120)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     speed = "exact, fp32 2.00x [1.98, 2.02] faster 1.96x 500 µs 262 M 1.00 ms 46.3%"
     accuracy = "exact, fp32 yes 90.000% 99.900% - 2.00e-3 1.50e-3 0.02 4"
     assert {speed, accuracy} <= set(lines)
     assert "Speed, 131,072 tokens, fused hopper, 1 layer" in text
-    for words in (
-        "The prompt is random tokens.",
-        "exact: decays and their products are kept in fp32",
-    ):
-        assert words in text
+    assert "exact: decays and their products are kept in fp32" in text
     assert " ".join(" ".join(text.splitlines()[-2:]).split()).endswith(
         "not compared; use exact, fp32 states."
-    )
-    assert (
-        printed(brief.render(report(complete=False, cases=()))).splitlines()[-1]
-        == "Nothing was compared."
     )
 
 
@@ -168,8 +152,6 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said():
     assert "layer 0, fused (exact, fp32 states): out, head 7" in reason, (
         "all four have the same reason"
     )
-    assert any(line.startswith("FAILED: 4 of 8 cases") for line in lines)
-    assert lines[-1] == "In short: fused did not pass; keep unfused."
     text = printed(brief.render(report(notes=NOTES)), 200)
     assert "  1 more caveat in the exported report." in text
     assert NOTES[0].strip() in text
@@ -214,9 +196,7 @@ def test_the_tables_of_the_chosen_precisions_are_below_the_advice():
     assert cells(text, "fused hopper", "all 2 precisions", "unfused")[0] == "53.284%"
     assert "fused hopper      exact" not in text
     assert "unfused portable  exact" in text, "every case of the baseline"
-    first, advice, *_ = text.splitlines()
-    assert first.startswith("ibm-granite/granite-4.0-h-small, run 2026")
-    assert advice.startswith(
+    assert text.splitlines()[1].startswith(
         "At 131,072 tokens, fused may be used at relaxed, fp32 states and at relaxed, fp16 states: "
     )
     wrong = report(

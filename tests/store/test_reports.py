@@ -408,32 +408,21 @@ def test_a_report_that_ended_before_its_first_case_is_not_kept(error, folder):
         ((of_answers(),), "1 case of answers."),
     ],
 )
-def test_an_interrupted_report_is_kept_and_says_so(made: tuple[Case, ...], parts):
-    with pytest.raises(KeyboardInterrupt) as caught, writing("out") as writer:
-        for one in made:
-            writer.case(one)
-        raise KeyboardInterrupt
-    assert (
-        str(caught.value) == f"What was done is kept in out, marked as partial: {parts}  {GOES_ON}"
-    )
-    _, report = load("out")
-    assert (report.complete, report.cases, report.first.ended) == (False, made, "interrupted")
-
-
-def test_an_error_is_noted_and_the_user_is_told_where_the_results_are():
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MissingCapabilityError("no memory")])
+def test_a_report_that_ended_early_is_kept_and_says_so(made: tuple[Case, ...], parts, error):
+    """The user reads it from the watcher, or after Ctrl-C from the exception."""
     said = []
     watcher = Watcher()
     watcher.say = said.append  # type: ignore[method-assign]
-    with (
-        pytest.raises(MissingCapabilityError, match="no memory"),
-        opened(Path("out"), watcher, **header()) as writer,
-    ):
-        writer.case(case())
-        raise MissingCapabilityError("no memory")
-    assert said == [
-        f"What was done is kept in out, marked as partial: 1 case of 1 layer.  {GOES_ON}"
-    ]
-    assert load("out")[1].first.ended == "no memory"
+    with pytest.raises(type(error)) as caught, opened(Path("out"), watcher, **header()) as writer:
+        for one in made:
+            writer.case(one)
+        raise error
+    said = said or [str(caught.value)]
+    assert said == [f"What was done is kept in out, marked as partial: {parts}  {GOES_ON}"]
+    _, report = load("out")
+    ended = str(error) or "interrupted"
+    assert (report.complete, report.cases, report.first.ended) == (False, made, ended)
 
 
 def test_a_full_disk_leaves_what_was_written_before(monkeypatch):
