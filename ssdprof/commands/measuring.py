@@ -77,13 +77,13 @@ def run(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> No
             require_gpu(*stalls_job.NEEDS_GPU)
 
     if options.dry_run:
-        if output.reports(ranks):
+        if output.prints_report(ranks):
             _plan(target, check, tensor_parallel=options.tensor_parallel, as_json=options.json)
         return
     watcher = output.watcher_of(ranks)
     with terminal.only_data_on_stdout():
         folder, report = run_job.run(options, target, ranks, watcher)
-    if not output.reports(ranks):
+    if not output.prints_report(ranks):
         return
     shown = render(compose(report)) if options.full else brief.render(report)
     output.show(report, shown, as_json=options.json, note=f"Kept in {folder}.")
@@ -219,7 +219,7 @@ def bench(
     watcher = output.watcher_of(ranks)
     with terminal.only_data_on_stdout():
         folder, report = bench_job.run_bench(options, names, too_large, ranks, watcher)
-    if output.reports(ranks):
+    if output.prints_report(ranks):
         output.finish(folder, report, as_json=options.json)
 
 

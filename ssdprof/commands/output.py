@@ -93,14 +93,14 @@ class TerminalWatcher(LineWatcher):
         )
 
 
-def reports(ranks: Ranks | None) -> bool:
+def prints_report(ranks: Ranks | None) -> bool:
     """Whether this process prints the report, which the first rank does for all ranks."""
     return ranks is None or ranks.is_first
 
 
 def watcher_of(ranks: Ranks | None) -> Watcher:
     """A watcher that shows progress; on all ranks but the first one, it shows nothing."""
-    return TerminalWatcher() if reports(ranks) else Watcher()
+    return TerminalWatcher() if prints_report(ranks) else Watcher()
 
 
 def finish(folder: Path, report: Report, *, as_json: bool) -> None:

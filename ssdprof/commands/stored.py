@@ -39,8 +39,15 @@ from ssdprof.core.report import Report
 from ssdprof.core.words import count
 from ssdprof.environment.child import Ended
 from ssdprof.errors import BadInputError, ExitCode, SsdprofError, nearest
-from ssdprof.jobs import documents, options
-from ssdprof.jobs.options import CaptureOptions, RecordOptions
+from ssdprof.jobs import documents
+from ssdprof.jobs.options import (
+    AccuracyOptions,
+    CaptureOptions,
+    CaseOptions,
+    CompareOptions,
+    ExportOptions,
+    RecordOptions,
+)
 from ssdprof.jobs.reading import both, parse_implementations, parse_states
 from ssdprof.jobs.target import captures_of
 from ssdprof.operators.late import lazy
@@ -142,7 +149,7 @@ def after_child(names: tuple[str, ...], ended: Ended, *, as_json: bool) -> None:
 # --- accuracy
 
 
-def accuracy(options: options.AccuracyOptions) -> None:
+def accuracy(options: AccuracyOptions) -> None:
     """Show the accuracy of a stored run, and judge the run again.
 
     A gate of the options replaces a gate of the run on the same value, which replaces a gate of the
@@ -185,21 +192,13 @@ def accuracy(options: options.AccuracyOptions) -> None:
 # --- export
 
 
-def export(options: options.ExportOptions) -> None:
+def export(options: ExportOptions) -> None:
     """Write a report in a format.  The default is that of the file's suffix; for stdout, and for a
     file without a suffix, it is Markdown.
 
     Exit code 1 says that the report did not pass.  The reasons are printed on stderr.
     """
-    format_name: str
-    if options.format is not None:
-        format_name = options.format
-    elif options.json:
-        format_name = "json"
-    else:
-        format_name = documents.format_of(options.output or Path())
-    if options.json and format_name != "json":
-        raise both("--json", f"--format {format_name}")
+    format_name = _asked_format(options) or documents.format_of(options.output or Path())
     if format_name == "flashinfer-bench":
         _to_workloads(options)
         return
@@ -225,7 +224,17 @@ def export(options: options.ExportOptions) -> None:
     output.end(report, on_screen=False)
 
 
-def _to_workloads(options: options.ExportOptions) -> None:
+def _asked_format(options: ExportOptions | CompareOptions) -> str:
+    """The format that the options name; empty if they name none.
+
+    Raises BadInputError if they name two.
+    """
+    if options.json and options.format not in (None, "json"):
+        raise both("--json", f"--format {options.format}")
+    return "json" if options.json else options.format or ""
+
+
+def _to_workloads(options: ExportOptions) -> None:
     """Write captures as workloads for flashinfer-bench, into a folder.
 
     They are in the folder that the options name, or in the run that they name; without a name, in
@@ -322,7 +331,7 @@ show("now", call.run())
 """
 
 
-def case(options: options.CaseOptions) -> None:
+def case(options: CaseOptions) -> None:
     """Print the result of a case and the command that runs it again; with `--json`, print the case;
     with `--save`, write the calls that failed.
 
@@ -383,12 +392,11 @@ def _save_failure(folder: Path, case: Case, target: Path) -> None:
 # --- compare
 
 
-def compare(options: options.CompareOptions) -> None:
+def compare(options: CompareOptions) -> None:
     """Compare two stored reports, and end with exit code 1 if a change is not allowed or nothing
     could be compared.
     """
-    if options.json and options.format not in (None, "json"):
-        raise both("--json", f"--format {options.format}")
+    asked_format = _asked_format(options)
     stored = settings.load(options.config).compare
     texts = stored.fail_if if options.fail_if is None else options.fail_if
     allowed = tuple(map(parse_change, texts))
@@ -397,10 +405,8 @@ def compare(options: options.CompareOptions) -> None:
         smallest_text = stored.smallest_difference
     smallest = parse_percent("--smallest-difference", smallest_text)
     target = _target(options.output, force=options.force)
-    format_name: str = options.format or "screen"
-    if options.json:
-        format_name = "json"
-    elif target and not options.format:
+    format_name = asked_format or "screen"
+    if target and not asked_format:
         format_name = documents.format_of(target, _COMPARISON_FORMATS)
     base_folder, base = reports.load(options.base)
     new_folder, new = reports.load(options.new)

@@ -13,7 +13,7 @@ from ssdprof.core import words as fmt
 from ssdprof.core.report import Report
 from ssdprof.core.stalls import StallReport
 from ssdprof.report import calls, model, plots, states
-from ssdprof.report import stalls as of_stalls
+from ssdprof.report import stalls as stall_report
 from ssdprof.report.document import ACCURACY, ANSWERS, SPEED, compose
 from ssdprof.report.facts import when
 from ssdprof.report.groups import groups
@@ -61,7 +61,7 @@ def render(report: Report, stalls: StallReport | None = None) -> str:
     pictures[states.TITLE] = _of_states(report)
     parts = list(_parts(document, pictures, numbers))
     if stalls:
-        profiled = of_stalls.compose(stalls)
+        profiled = stall_report.compose(stalls)
         lines = (profiled.title, *(line.text for line in profiled.verdict), *profiled.caveats)
         summary = section("Warp stalls", (f"Profiled {when(stalls.created)}.", *lines))
         parts.append(summary)
@@ -86,7 +86,7 @@ def _parts(document: Document, pictures: Pictures, numbers: Iterator[int]) -> It
 
 
 def _of_stalls(report: StallReport) -> Pictures:
-    return {of_stalls.STAGES_TITLE: dict(plots.of_stalls(report).values())}
+    return {stall_report.STAGES_TITLE: dict(plots.of_stalls(report).values())}
 
 
 def _of_states(report: Report) -> dict[str, plots.Drawing | None]:

@@ -455,7 +455,8 @@ def _recommendation(
 ) -> VerdictLine:
     """What to use in the first group in which something is usable: of the precisions that are
     faster than the baseline and not clearly slower than the fastest one, the most accurate one.
-    Then the speedup of each of the user's own kernels that is usable.
+    Then the speedup of each usable kernel of the user, at its most accurate precision, unless it
+    has been named.
 
     Without times, the precisions that are accurate enough.
 
@@ -486,14 +487,11 @@ def _recommendation(
     speedups = _speedups(group.report, group.baseline, lambda name: best.speedup(over=name))
     words = [f"{gain} for {where}, {speedups}", _answers_words(best), f"use {best.precision}"]
     of_own = [series for series in timed if series.cases[0].kind == "own"]
-    for name, all_series in grouped(of_own, lambda series: series.implementation).items():
-        fastest = min(all_series, key=lambda series: series.us("device"))
-        speedup = fastest.speedup()
+    for name, (series, *_) in grouped(of_own, lambda series: series.implementation).items():
+        speedup = series.speedup()
         if speedup and name != best.implementation:
-            ratio = fmt.ratio(speedup.value)
-            words.append(
-                f"{name} has a speedup of {ratio} over {group.baseline} at {fastest.precision}"
-            )
+            ratio = f"{fmt.ratio(speedup.value)} over {group.baseline}"
+            words.append(f"{name} has a speedup of {ratio} at {series.precision}")
     return VerdictLine("; ".join(words))
 
 

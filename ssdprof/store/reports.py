@@ -311,9 +311,7 @@ def opened(
     header = draft(**fields)
     rank = ranks.rank if ranks else FIRST_RANK
     path = _folder_of(out, header, ranks)
-    header = header.changed(
-        id=path.absolute().name or path.resolve().name, ranks=ranks.count if ranks else 1
-    )
+    header = header.changed(id=path.absolute().name, ranks=ranks.count if ranks else 1)
     is_new = not path.exists()
     with locked(path / f"cases.{rank}.jsonl", *_LOCKED) as file:
         if rank == FIRST_RANK:
@@ -744,12 +742,10 @@ def _lines(file: Path) -> tuple[list[Case], ProcessLine | None]:
                         f"{file} is damaged: line {number} is neither a case nor a process.",
                         _VERSION_HINT,
                     )
-        except ValidationError as error:
-            raise BadInputError(
-                f"{file} is damaged, line {number}: {first_fault(error)}.", _VERSION_HINT
-            ) from error
         except ValueError as error:
             fault = f"not JSON: {library_message(error)}"
+            if isinstance(error, ValidationError):
+                fault = first_fault(error)
             raise BadInputError(
                 f"{file} is damaged, line {number}: {fault}.", _VERSION_HINT
             ) from error
