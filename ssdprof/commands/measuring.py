@@ -64,7 +64,8 @@ class StoredCapture(Record):
 def run(options: RunOptions, target: Target | Stored, ranks: Ranks | None) -> None:
     """Run a model or stored captures, then time prefills and profile stalls as the options say.
 
-    With `--dry-run`, only show the plan.
+    With `--dry-run`, only show the plan.  Ends with exit code 1 if the run did not pass, else with
+    the largest exit code of the prefills and the stalls.
 
     ranks: this process as one of several; None if it is the only one.
     """

@@ -126,9 +126,10 @@ def end(report: Report, *, on_screen: bool = True) -> None:
     hold.
 
     The reasons are printed on stderr.  For a run or answers these are only the broken conditions,
-    because the report on the screen names the failed cases.
+    because the report, which the command has printed, names the failed cases.
 
-    on_screen: whether the command shows the report on the screen; else all reasons are printed.
+    on_screen: whether the command has printed the report, also as JSON; else all reasons are
+        printed.
     """
     outcome = Outcome(report)
     if outcome.passed:

@@ -11,7 +11,7 @@ from ssdprof.core.case import Case
 from ssdprof.core.report import Report, device_time
 from ssdprof.report import calls, model, states
 from ssdprof.report.facts import gpu_name, meanings, origin, what_ran
-from ssdprof.report.groups import groups, tokens_of
+from ssdprof.report.groups import groups, joined_sizes, tokens_of
 from ssdprof.report.statements import caveats, in_short, verdict_lines
 from ssdprof.report.table import Document, Section, Table, facts, section, table
 
@@ -56,8 +56,8 @@ def _tokens(report: Report) -> str:
     """The lengths of the report's prompts: "131,072 and 1,024 tokens"; empty without cases."""
     if all_groups := groups(report):
         return tokens_of(all_groups)
-    lengths = dict.fromkeys(case.seqlen for case in report.cases)
-    return f"{fmt.words(map(fmt.count, lengths))} tokens" if lengths else ""
+    sizes = [fmt.tokens(case.seqlen) for case in report.cases]
+    return joined_sizes(sizes) if sizes else ""
 
 
 def target_words(report: Report) -> str:

@@ -395,10 +395,15 @@ def tokens_of(shown_groups: Sequence[Group]) -> str:
     The prompts of decode steps are named only if there are no other groups.
     """
     without_steps = [group for group in shown_groups if not group.are_steps]
-    sizes = list(dict.fromkeys(group.tokens for group in without_steps or shown_groups))
-    if len(sizes) == 1:
-        return sizes[0]
-    numbers = (size.removesuffix("s").removesuffix(" token") for size in sizes)
+    return joined_sizes(group.tokens for group in without_steps or shown_groups)
+
+
+def joined_sizes(sizes: Iterable[str]) -> str:
+    """At least one size of a prompt in words, each once: "131,072, 16,384 and 1,024 tokens"."""
+    first, *others = dict.fromkeys(sizes)
+    if not others:
+        return first
+    numbers = (size.removesuffix("s").removesuffix(" token") for size in (first, *others))
     return f"{fmt.words(numbers)} tokens"
 
 

@@ -142,6 +142,7 @@ def stall_roofline(report: StallReport) -> Drawing | None:
 
     Operations are those on tensor cores and those in fp32; bytes are those of DRAM.  None if no
     kernel has a duration, bytes and operations.
+
     The roofs are those that ncu reports at the GPU's clock, if it does: the bandwidth of DRAM, and
     the rate of the tensor cores for the operand type of the kernel with the most operations on
     them.
@@ -224,6 +225,7 @@ def along_positions(group: Group) -> Drawing | None:
     """The relative RMS error of the output against fp64 along the positions, with the floor.
 
     The error of a slice of the positions is that of the call in which it is largest.
+
     None if no case of a compared implementation recorded it, and for decode steps, which have a
     single position.
     """

@@ -14,7 +14,7 @@ from ssdprof.core.target import DECODED_ON_LOAD, CheckpointRef, Placement
 
 def draft(*, command: tuple[str, ...] = (), **fields: Any) -> Report:
     """The header of a report that is about to start.  If it has a model, it also gets notes on the
-    model and on its inputs.
+    model, on its inputs, and on where its weights are.
 
     The id is empty until `reports.opened` sets it.
 

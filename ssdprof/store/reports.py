@@ -211,8 +211,8 @@ class Writer:
 
 def check_folder(out: Path | None) -> None:
     """Raise what `opened` would raise for a folder whatever the request is, before a model is
-    loaded: the folder cannot be written, another process is writing into it, or it has a complete
-    report or a document.
+    loaded: the folder cannot be written, another process is writing into it, or it has a report
+    that is complete or damaged, or a document.
     """
     check_writable(out or RUNS)
     if out and (file := out / f"cases.{FIRST_RANK}.jsonl").exists():
@@ -225,8 +225,8 @@ def check_folder(out: Path | None) -> None:
 def _interrupted(folder: Path) -> Report:
     """The interrupted report in a folder that has a report.
 
-    Raises BadInputError if the report is complete, and if the folder has a whole document, which
-    would be read instead of what is written beside it.
+    Raises BadInputError if the report is complete or cannot be read, and if the folder has a whole
+    document, which would be read instead of what is written beside it.
     """
     header = header_of(folder)
     is_document = header.name == DOCUMENT or _document(header).cases
@@ -592,7 +592,8 @@ def latest(*kinds: str) -> Path | None:
 
 
 def listed(folder: Path) -> tuple[tuple[Path, Report | SsdprofError], ...]:
-    """The reports directly under a folder with their paths, the newest first.
+    """The reports directly under a folder with their paths, the newest first; none if there is no
+    such folder.
 
     In place of an unreadable report there is the error of reading it.  These come last.
     """
@@ -623,7 +624,7 @@ def _each_report(
     folder: Path, read: Callable[[Path], Report]
 ) -> Iterator[tuple[Path, Report | SsdprofError]]:
     """The folders of reports directly under a folder, each with what `read` returns for it, or the
-    SsdprofError that it raises.
+    SsdprofError that it raises; none if there is no such folder.
     """
     if not folder.is_dir():
         return

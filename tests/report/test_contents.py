@@ -195,7 +195,6 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
             "All 16",
         ],
     ),
-    "bench": (bench(), [f"PASSED: all 2 cases are {WITHIN[:-1]}; 1 more of other"]),
     "bench without a library": (
         bench(failed(cell()[0], "refused"), *cell()[1:]),
         ["PASSED: all 2 cases"],
@@ -214,7 +213,6 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
             "All 2",
         ],
     ),
-    "prefill": (cases.prefill(), ["PASSED: all 2 cases ran."]),
     "answers": (cases.answers(), [f"{ANSWERS_COMPARED}: no limit was given."]),
     "answers within": (
         cases.answers(conditions=cases.gates("kl:1")),

@@ -5,6 +5,7 @@ import pytest
 from cases import PRECISIONS, failed, in_calls, report, timed
 
 from ssdprof.core.case import Case
+from ssdprof.report.document import heading
 from ssdprof.report.groups import Series, group_words, groups, pool, tokens_of
 
 
@@ -16,6 +17,7 @@ def test_prompts_are_groups_of_their_own_the_longest_first():
     assert [
         tokens_of(groups(report(seqlens=one))) for one in ((1024, 131_072), (1, 1024), (1,))
     ] == ["131,072 and 1,024 tokens", "1,024 and 1 tokens", "1 token"]
+    assert ", 1 token, " in heading(cases.answers(cases.of_answers(seqlen=1)))
 
 
 def test_the_calls_of_a_run_that_was_broken_off_are_counted():
