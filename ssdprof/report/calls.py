@@ -428,16 +428,24 @@ def reasons(report: Report) -> Table:
             remarkable, _trouble
         ).items()
     ]
-    note = ""
-    hidden = len(rows) - _MOST_ROWS
-    if hidden > 0:
-        note = f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
-    title = "Failures, refusals, remarks"
     text_headings = ("result", *NAMES, "where", "reason", "first NaN\nor Inf")
     all_columns = table(
-        title, rows[:_MOST_ROWS], text_headings, keys=1 + len(NAMES), wraps="reason", note=note
+        "Failures, refusals, remarks",
+        rows[:_MOST_ROWS],
+        text_headings,
+        keys=1 + len(NAMES),
+        wraps="reason",
+        note=_left_out(rows),
     )
     return all_columns.without_empty_columns()
+
+
+def _left_out(rows: Sequence[TableRow]) -> str:
+    """How many of the rows follow after the first `_MOST_ROWS`, in words; empty if none does."""
+    hidden = len(rows) - _MOST_ROWS
+    if hidden <= 0:
+        return ""
+    return f"{fmt.plural(hidden, 'more row')} left out; every case is in the JSON report."
 
 
 def _trouble(case: Case) -> tuple[str, ...]:
@@ -484,7 +492,10 @@ def repeats(report: Report) -> Table:
         for case in report.cases
         if (case.result != "passed" or case.why) and report.again(case)
     ]
-    note = "'ssdprof case ID --save DIR' writes the tensors of a failure, and a script for them."
+    note = (
+        "'ssdprof case ID --save DIR' writes the tensors of a failure, and a script for them.  "
+        f"{_left_out(rows)}"
+    ).rstrip()
     text_headings = ("id", "case", "command")
     return table("Run one case again", rows[:_MOST_ROWS], text_headings, wraps="command", note=note)
 

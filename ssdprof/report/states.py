@@ -255,8 +255,8 @@ def _trend(power: Estimate | None) -> str:
 def advice(report: Report) -> VerdictLine | None:
     """Which format to take at the largest size at which one ran, and what the other formats lose.
 
-    The advised format takes the fewest bytes of those that lose no head in any layer.  None if
-    nothing ran.
+    The advised format takes the fewest bytes of those that ran in every layer in which any did, and
+    lose no head there.  None if nothing ran.
     """
     for cases in by_size(report).values():
         formats = by_format(cases)
@@ -275,13 +275,14 @@ def _advice(size: str, formats: Mapping[str, Sequence[HeadStates]]) -> VerdictLi
     errors = {name: _last_error(layers) for name, layers in formats.items()}
     pools = {name: _pool_bytes(layers) or math.inf for name, layers in formats.items()}
     lossy = [name for name, layers in formats.items() if any(layer.lost for layer in layers)]
-    layer_count = max(map(len, formats.values()))
+    all_layers = {layer.case.case_key for layer in chain.from_iterable(formats.values())}
     lossless = [
         name
         for name, layers in formats.items()
-        if name not in lossy and len(layers) == layer_count  # it ran in every layer
+        if name not in lossy and len(layers) == len(all_layers)  # it ran in every layer
     ]
-    words = [f"no format keeps every head for {size}"]
+    which = "" if len(lossy) == len(formats) else " that ran in every layer"
+    words = [f"no format{which} keeps every head for {size}"]
     if lossless:
         best = min(lossless, key=lambda name: (pools[name], errors[name]))
         out_error = fmt.small(max(layer.out_errors[-1] for layer in formats[best]))

@@ -759,7 +759,10 @@ def test_endless_failures_are_cut_and_counted():
     def change(case: Case) -> Case:
         return failed(case, "failed").changed(reason=f"{case.where} " + "x\n" * 1000)
 
-    table = calls.reasons(report(layers=range(50), precisions=(EXACT_FP32,), change=change))
+    command = ("ssdprof", "run", "m")
+    made = report(layers=range(50), precisions=(EXACT_FP32,), change=change, command=command)
+    assert "  60 more rows" in calls.repeats(made).note
+    table = calls.reasons(made)
     assert len(table.rows) == 40
     assert table.note.startswith("60 more rows")
     assert {len(cells[4]) for cells in table.rows} > {2007}, "no sentence is cut"

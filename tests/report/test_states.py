@@ -44,6 +44,10 @@ def of_states(*made: Case, **fields) -> Report:
     return cases.of_cases("run", made, baseline="", requested=requested, **fields)
 
 
+def in_another_layer(case: Case) -> Case:
+    return cases.with_task(case, of=cases.case(layer=cases.layer(8), seqlen=4096).task)
+
+
 LOSING = of_states(
     decoded("fp32", steady(1e-7), growing(2e-5), memories=(0, 3)),
     decoded("bf16", steady(2e-3), growing(2e-3), memories=(0, 3)),
@@ -99,6 +103,11 @@ def test_heads_are_grouped_by_how_long_they_remember():
             (decoded("int8", growing(1e-2)), decoded("fp16", overflowing)),
             "no format keeps every head for 4,096 tokens; int8 loses 1 of 1 head of layer 7 after "
             "128 tokens; fp16 loses 1 of 1 head of layer 7 after 128 tokens.",
+        ),
+        (
+            (decoded("fp32", steady(1e-7)), in_another_layer(decoded("bf16", overflowing))),
+            "no format that ran in every layer keeps every head for 4,096 tokens; bf16 loses 1 of "
+            "1 head of layer 8 after 128 tokens.",
         ),
         (
             (decoded("int8", wavering),),
