@@ -70,11 +70,12 @@ _VERSION_HINT = "Use the ssdprof that wrote it, or measure again."
 _LOCKED = ("Another run is writing into", "Wait for it to end, or name another folder with --out.")
 # fields of a header that may differ if the same request is run twice
 _MAY_DIFFER = {"version", "id", "created", "placement", "notes", "cases", "processes"}
-# field of a header -> what an interrupted report is of if its field differs from the request's
+# field of a header -> the end of "it holds an interrupted run of ...", if the request has another
+# value of the field
 _FAULT_BY_FIELD = {
     "model": "another model",
     "prompts": "another prompt",
-    "environment": "another machine",
+    "environment": "another machine or other libraries",
     "ssdprof_version": "another ssdprof",
     "commit": "another commit",
 }

@@ -351,7 +351,10 @@ def test_the_same_request_goes_on_where_it_was_interrupted():
         ({"baseline": "fused"}, "of another request"),
         ({"kind": "bench"}, "of another request"),
         ({"model": cases.checkpoint(revision="f" * 40)}, "of another model"),
-        ({"environment": cases.environment(triton="3.9.0")}, "of another machine"),
+        (
+            {"environment": cases.environment(triton="3.9.0")},
+            "of another machine or other libraries",
+        ),
         ({"prompts": (cases.prompt(8),)}, "of another prompt"),
         ({"sources": lambda: [Path("new")]}, "from before new was changed"),
     ],
