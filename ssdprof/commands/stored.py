@@ -85,17 +85,15 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
     history: whether to show a table for each set of runs that compared the same cases, in place of
         one table of all runs, unless no run can be read.  JSON is the same with and without it.
 
-    Raises BadInputError for a folder that does not exist, for a file, and for the folder of a run.
+    Raises BadInputError for a folder that does not exist, and for a file.
     """
-    if folder is not None:
-        fault = "" if folder.is_dir() else "is not a folder"
-        if reports.header_of(folder).is_file():
-            fault = "is a run itself"
-        if fault:
-            raise BadInputError(
-                f"{folder} {fault}.", "Name a folder that holds runs, or leave it out for runs/."
-            )
-    stored = reports.listed(folder or reports.RUNS)
+    if folder is not None and not folder.is_dir():
+        raise BadInputError(
+            f"{folder} is not a folder.",
+            "Name a folder that holds runs, or leave it out for runs/.",
+        )
+    where = folder or reports.RUNS
+    stored = reports.listed(where)
     listed = [ListedRun.of(path.name, report) for path, report in stored]
     if as_json:
         terminal.print_json([run.model_dump(mode="json") for run in listed])
@@ -106,9 +104,10 @@ def runs(folder: Path | None, *, as_json: bool, history: bool = False) -> None:
         for runs_table in tables:
             terminal.out().print(SplitTable(runs_table))
     else:
-        terminal.say(
-            f"There are no runs in {folder or reports.RUNS}.  Make one with 'ssdprof run MODEL'."
-        )
+        hint = "Make one with 'ssdprof run MODEL'."
+        if reports.header_of(where).is_file():
+            hint = "It is a run itself: name the folder that holds it."
+        terminal.say(f"There are no runs in {where}.  {hint}")
 
 
 # --- after the child process that runs users' kernels
