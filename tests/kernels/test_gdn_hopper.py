@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from gluon_emulator import GDN, emulate
-from kernel_cases import BF16, FP16, GDNCase, assert_close, assert_no_less_exact, changed, spoilt
+from kernel_cases import (
+    BF16,
+    FP16,
+    FP32,
+    GDNCase,
+    assert_close,
+    assert_no_less_exact,
+    changed,
+    spoilt,
+)
 from targets import (
     GDN_CUT,
     GDN_ON_HOPPER,
@@ -330,13 +339,17 @@ HARD = {
 
 
 @pytest.mark.parametrize("run", [16, 1024])
-@pytest.mark.parametrize("beta", [0.5, 0.875, 0.99])
+@pytest.mark.parametrize(
+    ("beta", "dtype"), [(0.5, BF16), (0.875, BF16), (0.99, BF16), (0.99, FP32)]
+)
 @targets("gdn wide", emulated=("gdn hopper",), gpu=("gdn hopper", "gdn wide"))
-def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta, run):
-    """Roundings of the inverse then add up in all tokens of the run, because A is a function of the
-    distance.
+def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta, dtype, run):
+    """Roundings of the inverse, and in fp32 of |k|^2, then add up in all tokens of the run, because
+    A is a function of the distance.
     """
-    case = kernel.case(gate=1e-4, l2norm=True, dtype=BF16)
+    if dtype == FP32 and kernel.only_hopper:
+        pytest.skip("fp32 inputs run the portable kernel")
+    case = kernel.case(gate=1e-4, l2norm=True, dtype=dtype)
     inputs = case.but(seqlen=max(192, case.seqlen)).inputs()
     first = torch.arange(inputs.length, device=inputs.device) // run * run
     inputs = replace(inputs, k=inputs.k[:, first], beta=torch.full_like(inputs.beta, beta))

@@ -251,6 +251,19 @@ def log2_decays(g_ptr, stride, o_t, m_t):
     return tl.clamp(g * LOG2_E, FORGOTTEN, 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
+@triton.jit
+def row_squares(ptr, strides, m_t, S: tl.constexpr):
+    """|k_i|^2 of a chunk (C), in fp32.  ptr: to the first row.  m_t: which positions exist."""
+    o_t, o_k = tl.arange(0, S.CHUNK).to(S.OFFSET), tl.arange(0, S.BLOCK_K)
+    WHOLE: tl.constexpr = S.KEY_DIM % S.BLOCK_K == 0
+    squares = tl.zeros((S.CHUNK,), tl.float32)
+    for n in tl.static_range((S.KEY_DIM + S.BLOCK_K - 1) // S.BLOCK_K):
+        o_n = n * S.BLOCK_K + o_k
+        k = load_rows(ptr, strides, o_t, m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(tl.float32)
+        squares += tl.sum(k * k, axis=1)
+    return squares
+
+
 @triton.jit(do_not_specialize=["seqlen", "sequences"])
 def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.constexpr):
     """The first launch: X, W, the factors of rows, the decay and the bound of one chunk of a value
@@ -288,22 +301,30 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     end = tl.sum(tl.where(o_t == S.CHUNK - 1, g_cumsum_log2, 0.0), axis=0)
 
     # stage scaled_dot_kkt: L0 (C, C) of (18), with the norms of (25); only entries below the
-    # diagonal are used
+    # diagonal are used.  fp32 keys are normalised before their products: for a run of equal keys,
+    # all entries of L would have the same rounding error of e^2 |k|^2, and these errors add up.
+    NORMALISE: tl.constexpr = S.L2NORM and tl.float32 == S.OPERAND
     L, k_squares = tl.zeros((S.CHUNK, S.CHUNK), tl.float32), tl.zeros((S.CHUNK,), tl.float32)
-    for n in tl.static_range(BLOCKS):
-        k = load_rows(
-            k_ptr, k_strides, o_t.to(S.OFFSET), m_t, n * S.BLOCK_K + o_k, S.KEY_DIM, S.ALIGNED,
-            WHOLE,
-        )  # fmt: skip
-        k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
-        L = tl.dot(k.to(S.OPERAND), tl.trans(k.to(S.OPERAND)), L, input_precision=DOT_PRECISION)
     k_factor = tl.full((S.CHUNK,), 1.0, tl.float32)  # reciprocal of the norm: e of (25)
-    if S.L2NORM:
+    if NORMALISE:
+        k_squares = row_squares(k_ptr, k_strides, m_t, S)
         k_factor = tl.rsqrt(k_squares + L2NORM_EPS)
-    L *= (beta * k_factor)[:, None] * k_factor[None, :]
+    for n in tl.static_range(BLOCKS):
+        o_n = n * S.BLOCK_K + o_k
+        k = load_rows(k_ptr, k_strides, o_t.to(S.OFFSET), m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE)
+        if NORMALISE:
+            k *= k_factor[:, None]
+        else:
+            k_squares += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
+        L = tl.dot(k.to(S.OPERAND), tl.trans(k.to(S.OPERAND)), L, input_precision=DOT_PRECISION)
+    e = tl.full((S.CHUNK,), 1.0, tl.float32)  # factor of the keys in the products below
+    if S.L2NORM and not NORMALISE:
+        k_factor = tl.rsqrt(k_squares + L2NORM_EPS)
+        e = k_factor
+    L *= (beta * e)[:, None] * e[None, :]
 
     # stage solve_tril: diag(e) A (C, C)
-    inverse = unit_lower_inverse(L, S.MERGE, S.MERGE_PRECISION) * k_factor[:, None]
+    inverse = unit_lower_inverse(L, S.MERGE, S.MERGE_PRECISION) * e[:, None]
     A = operand_terms(inverse, S.OPERAND)
 
     # stage state_factor: X (C, K), and Q K^T (C, C) from the same blocks of k
@@ -311,9 +332,10 @@ def _gdn_factors_kernel(tensors, strides, seqlen, sequences, scale, S: tl.conste
     to_end = decay_exp2(end - g_cumsum_log2) * beta
     for n in tl.static_range(BLOCKS):
         o_n = n * S.BLOCK_K + o_k
-        k = load_rows(k_ptr, k_strides, o_t.to(S.OFFSET), m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE).to(
-            S.OPERAND
-        )
+        k = load_rows(k_ptr, k_strides, o_t.to(S.OFFSET), m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE)
+        if NORMALISE:
+            k *= k_factor[:, None]
+        k = k.to(S.OPERAND)
         q = load_rows(q_ptr, q_strides, o_t.to(S.OFFSET), m_t, o_n, S.KEY_DIM, S.ALIGNED, WHOLE)
         if S.L2NORM:
             q_squares += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
