@@ -137,11 +137,13 @@ def _causal(
         if tensor.ndim > 2 and name != inputs.STATES:  # (b, l, ...)
             faulty |= ~span.of(tensor).isfinite().flatten(1).all(1)
     begins = (faulty[1:] & ~faulty[:-1]).nonzero()[:, 0] + span.start + 1
-    outs = []
+    pieces = []
     for start, stop in pairwise([span.start, *begins.tolist(), span.stop]):
-        out, state = evaluate(inputs, replace(span, start=start, stop=stop), dtype, state)
-        outs.append(out)
-    return torch.cat(outs), state
+        piece, state = evaluate(inputs, replace(span, start=start, stop=stop), dtype, state)
+        pieces.append(piece)
+    # what was finite, such as other heads, keeps its bits
+    out = torch.where(out.isfinite(), out, torch.cat(pieces))
+    return out, torch.where(state_after.isfinite(), state_after, state)
 
 
 def state_row(inputs: Inputs, batch: int, position: int) -> int:
