@@ -392,7 +392,7 @@ def factor_shapes(
     the kernels' arguments.
     """
     widest = max(config.prep_block_k, config.block_k)
-    operands = operand_shapes(inputs, precision, config.chunk, widest, 3)
+    operands = operand_shapes(inputs, precision, config.chunk, widest, key_tiles=3)
     (slots, heads, _, padded), _ = operands[0]  # of keys
     return [*operands, ((slots, heads, padded), torch.float32)]
 

@@ -61,11 +61,14 @@ from ssdprof.kernels.hopper.ring import CHUNK
 # parts.
 LEAST_ROWS, MOST_ROWS = 128, 512
 LOOKS = gl.constexpr(2048)  # bounds that one iteration of `reach_back` reads, for all rows together
-# numbers per part in the table of a program's parts: the six of its `Sequence`, then the head, the
-# chunk after the part, the chunks, the row, and the program's chunks before the part
+# numbers per part in the table of a program's parts: the six of its `Sequence`; head, first (the
+# chunk after the part), warmup (the part's chunks) and state_row of its `GDNSegment`; and the
+# program's chunks before the part
 FIELDS = gl.constexpr(11)
 by_j = gl.constexpr(product_layout(64, 4))  # (j, half of K)
 
+# Stages of functions and of waits (`stalls/attribute.py`); functions that are not listed have the
+# stage of their caller.
 STAGES = {
     "segments": "ticket", "segment_at": "ticket", "reach_back": "ticket", "first_passes": "ticket",
     "write_part": "ticket", "nth_slow_row": "ticket", "value_at": "ticket", "parts_of": "ticket",
@@ -100,10 +103,10 @@ class Parts:
         fields = ()
         for i in gl.static_range(FIELDS):
             fields += (scalar(self.table.index(k * FIELDS + i)),)
-        head, end, chunks, row, before = fields[6:]
+        head, end, chunks, state_row, before = fields[6:]
         # no chunks after the first pass; and not the end of its sequence (k < 0 is a false scalar)
         sequence, none = Sequence(*fields[:6]), gl.to_tensor(0)
-        return GDNSegment(sequence, head, end, chunks, none, k < 0, row), before
+        return GDNSegment(sequence, head, end, chunks, none, k < 0, state_row), before
 
 
 @gluon.jit
@@ -210,7 +213,7 @@ def write_part(
         row % S.HEADS,
         end,
         chunks,
-        row * S.PARTS + part,
+        row * S.PARTS + part,  # state_row
         before,
     )
     for i in gl.static_range(FIELDS):

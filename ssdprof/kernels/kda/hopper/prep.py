@@ -323,13 +323,14 @@ def store_anchored(q, k, a, rows, columns):
     """Store the operands of pairs inside blocks of 8, which are multiplied by D and 1 / D: those of
     the first block of 8 of each 16 positions, then those of the second blocks.
 
-    rows (128, HALF): eight rows of q and eight of k in turn.  columns (64, HALF): k.
+    rows (128, HALF), columns (64, HALF): shared memory for the operands: in `rows` eight rows of q
+        and eight of k in turn, in `columns` k.
     """
     # D (i, HALF): products of a' inside each block of 8; the anchor's factor is ANCHOR
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, thread_layout))[:, None]
     D = clamped_decays(a)
     D = gl.where((o_i & 7) == 0, ANCHOR, D)
-    T = D
+    T = D  # of blocks of one position
     for level in gl.static_range(3):
         D, _, T = of_doubled_blocks(D, D, T, level, thread_layout)
     # rows: (first or second block of 8, block of 16, q or k, i, HALF); columns: the same without q
