@@ -71,6 +71,7 @@ LOOK_BACK = tl.constexpr(128)  # chunks: one iteration of `chunks_to_forget` rea
 # shape and dtype of each tensor that the first launch writes for the second
 FactorShapes = list[tuple[tuple[int, ...], torch.dtype]]
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "first_slot": "setup", "piece_of_slot": "setup", "whole_sequence": "setup",
     "between_halves": "solve_tril", "leaf_inverses": "solve_tril",

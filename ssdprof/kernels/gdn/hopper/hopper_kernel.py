@@ -36,6 +36,7 @@ from ssdprof.kernels.gdn.hopper.role_scores import scores
 from ssdprof.kernels.gdn.hopper.role_states import states
 from ssdprof.kernels.hopper.ring import CHUNK
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup"}
 
 

@@ -33,6 +33,7 @@ from ssdprof.kernels.hopper.ring import CHUNK
 UP = gl.constexpr(4.0)
 COLUMN_BLOCKS = gl.constexpr(2)  # X is computed in so many blocks of columns, to limit registers
 
+# stages of functions and of waits: `stalls/attribute.py`
 STAGES = {"update_of": "state_factor", "weights_of": "out_factor", "scores": "out_factor"}
 WAITS = {
     "keys": "waiting.chunk",

@@ -107,7 +107,7 @@ quadrant_layout = gl.constexpr(
     )
 )
 
-# other functions belong to the stage that calls them
+# stages of functions (`stalls/attribute.py`); others belong to the stage that calls them
 STAGES = {
     "prepare_chunk": "setup", "norm_factors": "qk_l2norm", "decayed_scores": "decayed_scores",
     "products": "decayed_scores", "store_P": "decayed_scores", "decays_of": "gate_cumsum",
@@ -772,14 +772,14 @@ def load_inputs(env, inputs, full, sequence, t, head):
 
 
 @gluon.jit
-def prepare_chunk(env, tiles, full, sequence, t, place, head):
+def prepare_chunk(env, tiles, full, sequence, t, head_slot, head):
     """Compute everything that a scan needs of the chunk at position t of a sequence, and store it
     in global memory.
 
     tiles, full: of `allocate_inputs`, which `load_inputs` has begun to fill.
-    place: that of the chunk and its head among those of all slots: slot * HV + head.
+    head_slot: index of the chunk and its head among the heads of all slots: slot * HV + head.
     """
-    row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
+    row, ends_ptr = head_slot * CHUNK, env.ends_ptr + head_slot.to(gl.int64) * DIM
     keys_desc, queries_desc, X_desc, W_desc = env.factor_descs
     beta = load_betas(env.beta_ptr, env.beta_strides, sequence, t, head, env.S.PACKED)
     # stage qk_l2norm: when q and k are loaded

@@ -12,6 +12,7 @@ from ssdprof.kernels._gluon import async_load, async_store, phase, place_in, rei
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.ssd.hopper.rings import COLUMNS, SLICE, rows_of, slots_of
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "load_x": "loads",
     "load_rows": "loads",
@@ -97,8 +98,8 @@ def load_chunk(env, segment, seen, i, n, first_block):
     before = seen - first.DEPTH + (n + 1) * shared.N_SPLIT - 1
     was_used = (n < shared.DEPTH) & (before >= 0)
     before = gl.maximum(before, 0)
-    place = place_in(before, first.DEPTH)
-    mbarrier.wait(first.empty.index(place), phase(before, first.DEPTH), pred=was_used)
+    first_slot = place_in(before, first.DEPTH)
+    mbarrier.wait(first.empty.index(first_slot), phase(before, first.DEPTH), pred=was_used)
     # wait until the chunk of the second pass that used these barriers before has been read
     mbarrier.wait(shared.empty.index(slot), phase(n, shared.DEPTH) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=2))

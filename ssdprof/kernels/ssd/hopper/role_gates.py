@@ -37,6 +37,7 @@ FORGOTTEN = gl.constexpr(-160.0)
 # layout (q, column) of the first pass: one warp for each of the four columns of two chunks
 by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "log2_approx": "chunk_cumsum", "softplus": "chunk_cumsum", "load_bits": "chunk_cumsum",
     "number_of": "chunk_cumsum", "chunk_cumsum": "chunk_cumsum", "decay_exp2": "chunk_cumsum",

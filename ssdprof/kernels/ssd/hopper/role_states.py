@@ -64,6 +64,7 @@ from ssdprof.kernels.ssd.hopper.rings import (
 # is not negative
 SIGN = gl.constexpr(-(1 << 31))
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "add_turn": "chunk_state.first_pass",
     "segment_state": "chunk_state.first_pass",
