@@ -678,8 +678,8 @@ def factor_shapes(
     slots = inputs.slot_count(config.chunk)
     return [
         *operand_shapes(inputs, precision, config.chunk, config.block_k),
-        ((slots, heads, 2, config.chunk), torch.float32),  # rows
-        ((slots, heads, 2), torch.float32),  # chunks
+        ((slots, heads, 2, config.chunk), torch.float32),  # rows: factors of rows
+        ((slots, heads, 2), torch.float32),  # chunks: decay and bound
     ]
 
 
