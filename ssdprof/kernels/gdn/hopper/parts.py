@@ -374,8 +374,8 @@ def part_states(env, LANE: gl.constexpr):
     store_update(rings, gl.to_tensor(0), X, LANE)
     for i_segment in range(work.segments()):
         segment, n = work.segment_at(i_segment)
-        # The lane's first row.  The minimum is always 0, but the compiler does not know it.  So it
-        # computes addresses here and keeps none in registers over the loop.
+        # The first of the lane's rows of N and M.  The minimum is always 0, but the compiler does not
+        # know it.  So it computes addresses here and keeps none in registers over the loop.
         first_row = LANE * ROWS + gl.minimum(segment.state_row, 0)
         # a zero state, and the identity
         N = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
