@@ -73,8 +73,8 @@ class LineWatcher(Watcher):
             done += amount
             if depth > self._levels or total is None:
                 return
-            has_line = depth == 1 and (total <= _MOST_LINES or done >= total)
-            if has_line or time.monotonic() > last_s + _QUIET_S:
+            always_shown = depth == 1 and (total <= _MOST_LINES or done >= total)
+            if always_shown or time.monotonic() > last_s + _QUIET_S:
                 self.say(f"{text}: {done:,} of {total:,} {unit}".rstrip())
                 last_s = time.monotonic()
 

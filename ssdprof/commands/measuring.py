@@ -232,20 +232,20 @@ def tune(options: TuneOptions, cells: tuple[Cell, ...]) -> None:
         return
     device = tune_job.gpu_to_tune()
     watcher = TerminalWatcher()
-    kept_in: set[Path] = set()  # the file with what was found, if anything was
+    kept_in: Path | None = None  # the file with what was found; None if nothing was
 
     def keep(report: Report, calls: TunedCalls, config: TunedConfig | None) -> None:
         """Store the result of one search at once, so that an interruption loses nothing."""
-        tuned.keep(report.environment, calls, config)
-        gpu = report.environment.gpu
-        if config is not None and gpu:
-            kept_in.add(tuned.file_of(gpu))
+        nonlocal kept_in
+        file = tuned.keep(report.environment, calls, config)
+        if config is not None:
+            kept_in = file
 
     try:
         report = tune_job.tune(options, cells, device, watcher, keep)
     finally:  # also after Ctrl-C
-        for file in kept_in:
-            watcher.say(f"What was found is kept in {file}.")
+        if kept_in is not None:
+            watcher.say(f"What was found is kept in {kept_in}.")
     if options.json:
         print(dump(report))
     else:

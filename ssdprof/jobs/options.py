@@ -569,8 +569,8 @@ class AnswersOptions(ModelOptions):
 
     A prompt of your own (--prompt-file) is the best test.
 
-    Exit code 0 says that every case was compared and that all gates hold.  Exit code 1 says that
-    one was not, or does not.
+    Exit code 0 says that every case was compared and that all gates hold.  Exit code 1 says that a
+    case was not compared, or that a gate does not hold.
     """
 
     placement: PlacementOption = None

@@ -666,8 +666,10 @@ class Loaded:
             "notes": tuple(located.caveats),
         }
 
-    def shared(self, ranks: Ranks) -> Loaded:
-        """The same model, with this rank's share of the layers as its target."""
+    def take_share(self, ranks: Ranks) -> Loaded:
+        """The same model, with this rank's share of the layers as its target.  Sets
+        `Ranks.divided`.
+        """
         layers = ranks.share(self.target.layers)
         return replace(self, target=replace(self.target, layers=layers))
 
@@ -678,13 +680,13 @@ class Loaded:
         target = self.target
         for ids, segment_length in zip(self.ids, self.segment_lengths, strict=True):
             yield PromptRun(
-                self.model,
-                ids.to(self.model.device),
-                target.serving.chunk or segment_length,
-                target.ref.model_type,
-                target.layers,
-                target.serving,
-                partial(logits, self.whole) if target.serving.decode else None,
+                model=self.model,
+                ids=ids.to(self.model.device),
+                segment_length=segment_length,
+                model_type=target.ref.model_type,
+                layers=target.layers,
+                serving=target.serving,
+                head=partial(logits, self.whole) if target.serving.decode else None,
             )
 
     def run(self, on_layer: OnLayer) -> None:

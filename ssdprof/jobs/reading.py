@@ -59,7 +59,7 @@ def parse_seq(seq: str) -> int:
 
 
 def parse_seqs(seqs: str) -> tuple[int, ...]:
-    """Prompt lengths of a list such as "1k,16k", in order and without duplicates.  Raises
+    """Prompt lengths of a list such as "1k,16k", in its order and without duplicates.  Raises
     BadInputError.
     """
     return tuple(dict.fromkeys(parse_seq(seq) for seq in seqs.split(",")))

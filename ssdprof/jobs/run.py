@@ -160,7 +160,7 @@ def run(
         if options.save_captures and isinstance(source, Loaded):
             storing = source.stored_in(writer.captures, overwrite=True)
         if ranks:
-            source = source.shared(ranks)
+            source = source.take_share(ranks)
         replay = Replay(writer, options, resolved.plan, cast, watcher)
         if isinstance(source, Stored):
             _replay_stored(source, replay)

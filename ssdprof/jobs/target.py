@@ -197,8 +197,10 @@ class Stored:
             "capture_complete": self.manifest.complete,
         }
 
-    def shared(self, ranks: Ranks) -> Stored:
-        """The same captures, but only those of this rank's share of the layers."""
+    def take_share(self, ranks: Ranks) -> Stored:
+        """The same captures, but only those of this rank's share of the layers.  Sets
+        `Ranks.divided`.
+        """
         layers = ranks.share(self.layers)
         return replace(
             self, chosen=tuple(capture for capture in self.chosen if capture.layer in layers)

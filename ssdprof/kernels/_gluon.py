@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 from triton.language.core import _aggregate
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {"segments": "ticket", "segment_at": "ticket", "chunks": "ticket"}
 
 # Functions that later versions of Triton renamed: the barrier of a role's threads, TMA copies, and

@@ -28,6 +28,7 @@ from ssdprof.kernels.tensors import strides_of_each
 
 _BLOCK = 128  # sequences or chunks in each iteration of the table's kernel
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {"_chunk_table_kernel": "setup"}
 
 

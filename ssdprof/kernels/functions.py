@@ -23,6 +23,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 SERIES_FROM = tl.constexpr(-0.125)
 INTERPRETED = tl.constexpr(device.INTERPRETED)
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {"softplus": "chunk_cumsum"}
 
 

@@ -2,7 +2,7 @@
 norm after it.
 
 They compute in fp32 and round the result once.  Their oracles are `convolved` and `normed` in
-tests/kernels/test_mixer.py.
+tests/kernels/test_mixer.py.  Prefixes of names in kernels: `gdn/unfused/stages.py`.
 """
 
 import torch
@@ -47,7 +47,8 @@ def _causal_conv1d_kernel(tensors, strides, length, channels, S: tl.constexpr):
     x_strides, weight_strides, bias_strides, initial_strides, out_strides, final_strides = strides
     # --- this program's positions and channels; neighbouring programs have neighbouring channels
     d_blocks, l_blocks = tl.cdiv(channels, S.BLOCK_D), tl.cdiv(length, S.BLOCK_L)
-    i_l, i_b = (tl.program_id(0) // d_blocks) % l_blocks, tl.program_id(0) // d_blocks // l_blocks
+    i_l = (tl.program_id(0) // d_blocks) % l_blocks
+    i_b = tl.program_id(0) // d_blocks // l_blocks
     o_d = (tl.program_id(0) % d_blocks) * S.BLOCK_D + tl.arange(0, S.BLOCK_D)
     o_l = i_l * S.BLOCK_L + tl.arange(0, S.BLOCK_L)
     m_d = o_d < channels

@@ -84,6 +84,7 @@ class Stepping:
 NOT_STEPPING = Stepping()
 
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {"stored_after": "recurrence"}
 
 

@@ -21,6 +21,7 @@ from ssdprof.kernels.device import INTERPRETED
 from ssdprof.kernels.functions import ptr_offset
 from ssdprof.kernels.launch import launch
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {"_rows_kernel": "setup"}
 
 # --- strides

@@ -53,6 +53,7 @@ STREAM = 256  # random tokens, which calls use one after the other
 NO_SLOT = -(1 << 20)  # index in those columns of a wider table that do not belong to the call
 MIXED_CALLS = 64  # calls in the chain of `mixed_calls`
 REPLAYS = 10  # replays of a CUDA graph, or calls on the same tensors
+STATIC_ROWS = 6  # of such a call
 PRODUCTS = 10  # products of matrices that keep another stream busy during a call
 SLACK = 2.0**-12  # tolerance of `rounded_once`, relative to the largest number of a head's state
 TokenTensors = dict[str, Tensor]  # the tensors of some tokens, by name
@@ -818,7 +819,7 @@ def mixed_calls(room: Room) -> None:
 
 def same_tensors(room: Room) -> None:
     """Calls with the same tensors, whose values change between them, as a server's buffers do."""
-    static = room.call(room.pool(), rows_of(*range(6)))
+    static = room.call(room.pool(), rows_of(*range(STATIC_ROWS)))
     room.run(static)
     change_values(room, static, lambda: room.pool_run(static.inputs, room.precision)[0])
 
@@ -827,7 +828,7 @@ def replayed_graph(room: Room) -> None:
     """A CUDA graph of a call, replayed with other tokens, slots and numbers of live rows."""
     pool = room.pool()
     graph = torch.cuda.CUDAGraph()
-    static = room.call(pool, rows_of(*range(6)))
+    static = room.call(pool, rows_of(*range(STATIC_ROWS)))
     before = pool.memory.clone()
     room.run(static)  # compiles the kernels, which must not happen while the graph is captured
     with torch.cuda.graph(graph):
@@ -845,8 +846,8 @@ def change_values(room: Room, static: PoolCall, again: Callable[[], Tensor]) -> 
     """Check several calls on the tensors of one call, with other tokens, slots and numbers of live
     rows each time.
 
-    static: the call, of six rows, whose tensors are overwritten.  again: makes the call with these
-    tensors, and returns `out`.
+    static: the call, of STATIC_ROWS rows, whose tensors are overwritten.  again: makes the call
+    with these tensors, and returns `out`.
     """
     pool = static.pool
     rng = random.Random(10)  # any seed
@@ -859,9 +860,9 @@ def change_values(room: Room, static: PoolCall, again: Callable[[], Tensor]) -> 
         return Output(again(), pool.states)
 
     for _ in range(REPLAYS):
-        slots = rng.sample(range(SLOTS), 6)
-        live = rng.randint(1, 6)
-        slots[live:] = [-1] * (6 - live)
+        slots = rng.sample(range(SLOTS), STATIC_ROWS)
+        live = rng.randint(1, STATIC_ROWS)
+        slots[live:] = [-1] * (STATIC_ROWS - live)
         room.check(room.call(pool, rows_of(*slots), padding=torch.nan), call_again)
 
 

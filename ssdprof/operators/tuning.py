@@ -121,8 +121,8 @@ class Tuning:
 
     def settings(self, config: Config) -> dict[str, Setting]:
         """The stored form of a configuration."""
-        stored = next(stored for kind, stored in self.configs.values() if isinstance(config, kind))
-        return {name: getattr(config, name) for name in stored.model_fields}
+        record = next(record for kind, record in self.configs.values() if isinstance(config, kind))
+        return {name: getattr(config, name) for name in record.model_fields}
 
     def config(self, kernel: str, settings: Mapping[str, Setting], reason: str = "") -> Config:
         """The configuration of a kernel with stored settings: the inverse of `settings`.
@@ -132,8 +132,8 @@ class Tuning:
         """
         if kernel not in self.configs:
             raise ValueError(f"no settings of a {kernel!r} kernel of {self.operator} are known")
-        kind, checked = self.configs[kernel]
-        config = kind(**checked.model_validate(settings).model_dump(), reason=reason)
+        kind, record = self.configs[kernel]
+        config = kind(**record.model_validate(settings).model_dump(), reason=reason)
         self.check(config)
         return config
 

@@ -229,7 +229,7 @@ def _prefill(report: Report) -> Iterator[Fact]:
 
 def _prompts(report: Report) -> Iterator[Fact]:
     """A fact for each prompt, and one for how the model ran the prompts."""
-    serving: dict[str, None] = {}  # distinct words, in order
+    serving: dict[str, None] = {}  # distinct words, in the order of the prompts
     for prompt in report.prompts:
         yield (
             "prompt",
@@ -250,7 +250,7 @@ def _settings(report: Report) -> Iterator[Fact]:
     cases = [case for case in report.cases if not isinstance(case.task, Answers | DecodedStates)]
     precisions = {case.precision for case in cases}
     yield "precisions", "; ".join(sorted(precisions, key=PRECISIONS.index))
-    baselines = {report.baseline: None}  # distinct words, in order
+    baselines = {report.baseline: None}  # distinct words, those of decode steps last
     for group in groups(report):
         if group.are_steps and group.baseline != report.baseline:
             baselines[f"{group.baseline} in decode steps"] = None

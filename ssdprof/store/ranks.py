@@ -119,8 +119,8 @@ def join(environment: Mapping[str, str] = os.environ) -> Ranks | None:
 
     Returns None if there is only one process.
 
-    Raises BadInputError for processes on several machines, and if torchrun did not start this one;
-    MissingCapabilityError if there are more processes than GPUs.
+    Raises what `rank_count` raises; BadInputError for processes on several machines, and if
+    torchrun did not start this one; MissingCapabilityError if there are more processes than GPUs.
     """
     count = rank_count(environment)
     if count == 1:

@@ -71,6 +71,7 @@ LOOK_BACK = tl.constexpr(128)  # chunks: one iteration of `chunks_to_forget` rea
 # shape and dtype of each tensor that the first launch writes for the second
 FactorShapes = list[tuple[tuple[int, ...], torch.dtype]]
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "first_slot": "setup", "piece_of_slot": "setup", "whole_sequence": "setup",
     "between_halves": "solve_tril", "leaf_inverses": "solve_tril",
@@ -672,26 +673,26 @@ def _gdn_scan_kernel(tensors, strides, seqlen, sequences, S: tl.constexpr):
 def factor_shapes(
     inputs: GDNInputs, precision: Precision, config: GDNPortableConfig
 ) -> FactorShapes:
-    """Shape and dtype of each tensor that the first launch writes for the second, in order."""
+    """Shape and dtype of each tensor that the first launch writes for the second, in this order."""
     heads = inputs.v.shape[2]
     slots = inputs.slot_count(config.chunk)
     return [
         *operand_shapes(inputs, precision, config.chunk, config.block_k),
-        ((slots, heads, 2, config.chunk), torch.float32),
-        ((slots, heads, 2), torch.float32),
+        ((slots, heads, 2, config.chunk), torch.float32),  # rows: factors of rows
+        ((slots, heads, 2), torch.float32),  # chunks: decay and bound
     ]
 
 
 def operand_shapes(
-    inputs: GDNInputs, precision: Precision, chunk: int, block_k: int, count: int = 1
+    inputs: GDNInputs, precision: Precision, chunk: int, block_k: int, key_tiles: int = 1
 ) -> FactorShapes:
-    """Shape and dtype of those tensors that the second launch reads as operands: `count` of C x K,
-    with K padded to whole blocks, and then one of C x C.
+    """Shape and dtype of those tensors that the second launch reads as operands: `key_tiles` of
+    C x K, with K padded to whole blocks, and then one of C x C.
     """
     padded = triton.cdiv(inputs.q.shape[3], block_k) * block_k
     slots, heads = inputs.slot_count(chunk), inputs.v.shape[2]
     operand = operand_dtype(inputs.q.dtype, precision)
-    widths = [padded] * count + [chunk]
+    widths = [padded] * key_tiles + [chunk]
     return [((slots, heads, chunk, width), operand) for width in widths]
 
 

@@ -80,6 +80,7 @@ MOST_TOKENS = 4
 # an H100, 16 sequences of 32 heads were faster with them, and one was slower.
 MANY_HEADS = 512
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "_load_tokens": "recurrence",
     "_gdn_recurrent_kernel": "setup",

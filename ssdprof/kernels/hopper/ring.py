@@ -12,6 +12,7 @@ from ssdprof.kernels._gluon import aggregate, phase, place_in
 
 CHUNK = gl.constexpr(64)  # positions per chunk: the rows of one matrix instruction
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "barriers": "setup",
     "allocate_ring": "setup",

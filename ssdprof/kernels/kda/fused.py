@@ -27,7 +27,7 @@ Between: keys, queries, state_factor X (slots, HV, C, K padded to blocks) in the
          ends (slots, HV, K padded) fp32: 2^G_end
 Out:     out (B, T, HV, V) in v's dtype | final_states (sequences, HV, K, V) fp32
 Grids:   (slots * HV), heads fastest; then (sequences * HV * slices of V), slices fastest, then
-         heads.  A slot is the place of a chunk among all chunks.
+         heads.  A slot is the index of a chunk among all chunks.
 Oracle: `reference.py`.  Source: Kimi Team 2025 (arXiv:2510.26692); docs/kda-mathematics.md.
 """
 
@@ -87,6 +87,7 @@ from ssdprof.kernels.launch import Launcher
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.tensors import strides_of, tile_strides
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {"_kda_prep_kernel": "setup", "_kda_scan_kernel": "setup"}
 
 
@@ -392,7 +393,7 @@ def factor_shapes(
     the kernels' arguments.
     """
     widest = max(config.prep_block_k, config.block_k)
-    operands = operand_shapes(inputs, precision, config.chunk, widest, 3)
+    operands = operand_shapes(inputs, precision, config.chunk, widest, key_tiles=3)
     (slots, heads, _, padded), _ = operands[0]  # of keys
     return [*operands, ((slots, heads, padded), torch.float32)]
 

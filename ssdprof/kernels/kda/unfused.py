@@ -42,7 +42,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.kernels.tensors import strides_unit
 
-# other functions belong to the stage that calls them
+# stages of functions (`stalls/attribute.py`); others belong to the stage that calls them
 STAGES = {
     "cumulative_log_decays": "gate_cumsum",
     "_kda_gate_cumsum_kernel": "gate_cumsum",

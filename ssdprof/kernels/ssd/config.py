@@ -177,7 +177,6 @@ class SSDPortableConfig:
         """
         headdim = inputs.x.shape[3]
         dstate = inputs.B.shape[3]
-        gate = inputs.z is not None
         fp32 = inputs.x.dtype == torch.float32
         _, take, why = first_fit(
             PORTABLE,
@@ -186,7 +185,6 @@ class SSDPortableConfig:
             exact=precision.exact,
             headdim=headdim,
             dstate=dstate,
-            gate=gate,
         )
         config: SSDPortableConfig = replace(
             take,

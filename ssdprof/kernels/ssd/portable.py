@@ -92,6 +92,7 @@ FORGOTTEN = tl.constexpr(-160.0)
 SEQUENCE_BLOCK = tl.constexpr(128)  # packed sequences per iteration of `find_segment`
 GATE_ROWS = tl.constexpr(8)  # chunks per iteration of `chunk_cumsum`
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "take_ticket": "ticket", "segment_chunks": "ticket", "find_segment": "ticket",
     "wait_for_state": "state_passing.wait", "take_state": "state_passing.load",

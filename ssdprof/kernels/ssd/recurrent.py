@@ -69,6 +69,7 @@ from ssdprof.kernels.tensors import strides_of_each
 MAX_DSTATE = 256
 _STEP, _ON_COPY = "unfused_step", "recurrent_in_place"
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "_ssd_recurrent_kernel": "setup",
     "_ssd_step_state_kernel": "step_state",

@@ -47,6 +47,7 @@ from ssdprof.kernels.tensors import strides_of_each
 
 MAX_HEADDIM, MAX_DSTATE = 128, 256
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "_softplus": "chunk_cumsum",
     "_chunk_cumsum_kernel": "chunk_cumsum",

@@ -36,6 +36,7 @@ from ssdprof.kernels.gdn.hopper.role_scores import scores
 from ssdprof.kernels.gdn.hopper.role_states import states
 from ssdprof.kernels.hopper.ring import CHUNK
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {"_hopper_kernel": "setup", "_parts_kernel": "setup"}
 
 
@@ -134,9 +135,15 @@ def _parts_kernel(
     rows: number of rows, as `parts.py` defines them.  longest_first_pass, least_first_pass: see
     `first_passes`.  Others: see `_hopper_kernel`
     """
-    cu_seqlens_ptr, parts_ptr, moves_ptr, warmup_lengths_ptr, decays_ptr, bounds_ptr, norms_ptr = (
-        tensors
-    )
+    (
+        cu_seqlens_ptr,
+        finals_ptr,
+        transitions_ptr,
+        warmup_lengths_ptr,
+        decays_ptr,
+        bounds_ptr,
+        norms_ptr,
+    ) = tensors
     rings = allocate(k_desc.dtype, S.DEPTH)
     begin_barriers(rings, False)
     work = parts_of(
@@ -150,7 +157,7 @@ def _parts_kernel(
             work,
             None,  # no initial state
             None,  # no entering states
-            (parts_ptr, moves_ptr),
+            (finals_ptr, transitions_ptr),
             decays_ptr,
             norms_ptr,
             scale,

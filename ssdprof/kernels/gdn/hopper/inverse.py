@@ -35,6 +35,7 @@ in_blocks = gl.constexpr(
 # layout (block, row, column) of the diagonal blocks
 of_block = gl.constexpr(gl.SliceLayout(2, in_blocks))
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "allocate_scratch": "solve_tril",
     "diagonal_blocks": "solve_tril",

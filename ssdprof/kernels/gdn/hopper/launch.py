@@ -60,8 +60,8 @@ def workspace(
 
     `_prep_kernel` writes inverse (slots, HV, 64, 64) in q's dtype, decays (slots, HV, 64) fp32,
         bounds (HV, slots) fp32 and, if it normalises q and k, norms (slots, H, 2, 64) fp32
-    `_parts_kernel` writes warmup_lengths (rows) int32, parts (rows, parts, V, K) fp32 and
-        moves (rows, parts, 2, K, K) bf16
+    `_parts_kernel` writes warmup_lengths (rows) int32, finals (rows, parts, V, K) fp32 and
+        transitions (rows, parts, 2, K, K) bf16
     `_combine_kernel` writes entering (rows, V, K) fp32
     Rows are those of `parts.py`, all of which may be slow.  Without parts, the call does not need
         the tensors of these two kernels.
@@ -79,8 +79,8 @@ def workspace(
             "bounds": (single, heads, slots),
             "norms": (single, slots, key_heads, 2, chunk) if inputs.use_qk_l2norm else None,
             "warmup_lengths": (torch.int32, row_total) if row_total else None,
-            "parts": (single, row_total, parts, dim, dim) if row_total else None,
-            "moves": (torch.bfloat16, row_total, parts, 2, dim, dim) if row_total else None,
+            "finals": (single, row_total, parts, dim, dim) if row_total else None,
+            "transitions": (torch.bfloat16, row_total, parts, 2, dim, dim) if row_total else None,
             "entering": (single, row_total, dim, dim) if row_total else None,
             "padded": (single, inputs.sequences, heads, dim, dim) if padded else None,
         }
@@ -331,7 +331,7 @@ def _entering(
         call_inputs: GDNInputs,
         gates: list[Part | None],
     ) -> None:
-        results = tensors["parts"], tensors["moves"], tensors["warmup_lengths"]
+        results = tensors["finals"], tensors["transitions"], tensors["warmup_lengths"]
         compute(programs, k, v, inverse, call_inputs.cu_seqlens, *results, *gates)
         combine(
             pairs * DIM.value // block_v, *results, call_inputs.initial_state, tensors["entering"]

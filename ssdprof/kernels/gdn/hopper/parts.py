@@ -61,11 +61,14 @@ from ssdprof.kernels.hopper.ring import CHUNK
 # parts.
 LEAST_ROWS, MOST_ROWS = 128, 512
 LOOKS = gl.constexpr(2048)  # bounds that one iteration of `reach_back` reads, for all rows together
-# numbers per part in the table of a program's parts: the six of its `Sequence`, then the head, the
-# chunk after the part, the chunks, the row, and the program's chunks before the part
+# numbers per part in the table of a program's parts: the six of its `Sequence`; head, first (the
+# chunk after the part), warmup (the part's chunks) and state_row of its `GDNSegment`; and the
+# program's chunks before the part
 FIELDS = gl.constexpr(11)
 by_j = gl.constexpr(product_layout(64, 4))  # (j, half of K)
 
+# Stages of functions and of waits (`stalls/attribute.py`); functions that are not listed have the
+# stage of their caller.
 STAGES = {
     "segments": "ticket", "segment_at": "ticket", "reach_back": "ticket", "first_passes": "ticket",
     "write_part": "ticket", "nth_slow_row": "ticket", "value_at": "ticket", "parts_of": "ticket",
@@ -100,10 +103,10 @@ class Parts:
         fields = ()
         for i in gl.static_range(FIELDS):
             fields += (scalar(self.table.index(k * FIELDS + i)),)
-        head, end, chunks, row, before = fields[6:]
+        head, end, chunks, state_row, before = fields[6:]
         # no chunks after the first pass; and not the end of its sequence (k < 0 is a false scalar)
         sequence, none = Sequence(*fields[:6]), gl.to_tensor(0)
-        return GDNSegment(sequence, head, end, chunks, none, k < 0, row), before
+        return GDNSegment(sequence, head, end, chunks, none, k < 0, state_row), before
 
 
 @gluon.jit
@@ -210,7 +213,7 @@ def write_part(
         row % S.HEADS,
         end,
         chunks,
-        row * S.PARTS + part,
+        row * S.PARTS + part,  # state_row
         before,
     )
     for i in gl.static_range(FIELDS):
@@ -347,13 +350,13 @@ def pass_pair(rings, N, M, entered, n, LANE: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(moves_ptr, matrix, value, first_row):
+def store_rows(transitions_ptr, matrix, value, first_row):
     """Store ROWS rows of a matrix (DIM, DIM) of 16-bit numbers, in stores of 16 bytes per thread.
 
-    matrix: its index among those at `moves_ptr`.  first_row: the first of the rows
+    matrix: its index among those at `transitions_ptr`.  first_row: the first of the rows
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    gl.store(row_tile(moves_ptr, matrix, first_row, layout), gl.convert_layout(value, layout))
+    gl.store(row_tile(transitions_ptr, matrix, first_row, layout), gl.convert_layout(value, layout))
 
 
 @gluon.jit
@@ -361,7 +364,7 @@ def part_states(env, LANE: gl.constexpr):
     """Role of a lane: compute its rows of N and M of each part, and store N in fp32 and M as the
     sum of two bf16 numbers.
     """
-    parts_ptr, moves_ptr = env.destinations  # of N and of M
+    finals_ptr, transitions_ptr = env.destinations  # of N and of M
     rings, work = env.rings, env.work
     o_v, o_k = tile_indices(ROWS, DIM, by_k)
     # X of the first chunk; each chunk then computes that of the next one
@@ -371,8 +374,8 @@ def part_states(env, LANE: gl.constexpr):
     store_update(rings, gl.to_tensor(0), X, LANE)
     for i_segment in range(work.segments()):
         segment, n = work.segment_at(i_segment)
-        # The lane's first row.  The minimum is always 0, but the compiler does not know it.  So it
-        # computes addresses here and keeps none in registers over the loop.
+        # The first of the lane's rows of N and M.  The minimum is always 0, but the compiler does
+        # not know it.  So it computes addresses here and keeps none in registers over the loop.
         first_row = LANE * ROWS + gl.minimum(segment.state_row, 0)
         # a zero state, and the identity
         N = gl.full([ROWS, DIM], 0.0, gl.float32, by_k)
@@ -381,11 +384,11 @@ def part_states(env, LANE: gl.constexpr):
         entered = gl.convert_layout(N.to(rings.keys.tiles.dtype), i_operand)
         for j in range(segment.warmup):
             N, M, entered = pass_pair(rings, N, M, entered, n + j, LANE)
-        gl.store(row_tile(parts_ptr, segment.state_row, first_row, by_k), N)
+        gl.store(row_tile(finals_ptr, segment.state_row, first_row, by_k), N)
         high = M.to(gl.bfloat16)
         low = (M - high.to(gl.float32)).to(gl.bfloat16)
-        store_rows(moves_ptr, 2 * segment.state_row, high, first_row)
-        store_rows(moves_ptr, 2 * segment.state_row + 1, low, first_row)
+        store_rows(transitions_ptr, 2 * segment.state_row, high, first_row)
+        store_rows(transitions_ptr, 2 * segment.state_row + 1, low, first_row)
 
 
 @gluon.jit
@@ -419,18 +422,18 @@ def part_loads(env):
 
 @triton.jit(do_not_specialize=["pairs", "boundaries", "segment_chunks"])
 def _combine_kernel(
-    parts_ptr, moves_ptr, warmup_lengths_ptr, initial_ptr, entering_ptr, initial_strides, pairs,
-    boundaries, segment_chunks, HEADS: tl.constexpr, PARTS: tl.constexpr, BOUNDARIES: tl.constexpr,
-    DIM: tl.constexpr, BLOCK_V: tl.constexpr, AHEAD: tl.constexpr,
+    finals_ptr, transitions_ptr, warmup_lengths_ptr, initial_ptr, entering_ptr, initial_strides,
+    pairs, boundaries, segment_chunks, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    BOUNDARIES: tl.constexpr, DIM: tl.constexpr, BLOCK_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The states that enter the segments of slow rows: BLOCK_V rows of V for one pair of a sequence
     and a head.
 
-    Part by part, S <- M S + N, transposed as the parts are: S^T <- S^T M^T + N^T.  S and M are sums
+    Part by part, S <- M S + N, transposed as N and M are: S^T <- S^T M^T + N^T.  S and M are sums
     of two bf16 numbers in the product.  The product of the two smaller ones is left out: it is at
     most 2^-16 of the whole, less than a rounding of 16-bit inputs.
 
-    In:   parts (rows, PARTS, V, K) fp32: N^T | moves (rows, PARTS, 2, K, K) bf16: M^T
+    In:   finals (rows, PARTS, V, K) fp32: N^T | transitions (rows, PARTS, 2, K, K) bf16: M^T
           warmup_lengths (rows) | initial_state (sequences, hv, K, V)
     Out:  entering (rows, V, K) fp32, for slow rows, whose warmup_lengths are -1
     Grid: pairs * V / BLOCK_V.  A sequence has `boundaries` between segments of `segment_chunks`
@@ -452,9 +455,9 @@ def _combine_kernel(
         # M^T as two bf16 numbers, and N^T
         row, part = i // PARTS * pairs + pair, i % PARTS
         offset = (row * PARTS + part).to(tl.int64) * (DIM * DIM)
-        high = tl.load(moves_ptr + 2 * offset + matrix)
-        low = tl.load(moves_ptr + 2 * offset + DIM * DIM + matrix)
-        N = tl.load(parts_ptr + offset + tile)
+        high = tl.load(transitions_ptr + 2 * offset + matrix)
+        low = tl.load(transitions_ptr + 2 * offset + DIM * DIM + matrix)
+        N = tl.load(finals_ptr + offset + tile)
         slow = tl.load(warmup_lengths_ptr + row) < 0
         previous = tl.load(warmup_lengths_ptr + row - pairs, mask=row >= pairs, other=0)
         # the first part of a segment that has a first pass, of `previous` chunks: the state before

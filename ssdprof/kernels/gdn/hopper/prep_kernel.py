@@ -66,6 +66,7 @@ EPSILON = gl.constexpr(1e-6)  # added to squared norms
 # warp.
 by_head = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "begin_load": "setup",
     "diagonal_of": "scaled_dot_kkt",

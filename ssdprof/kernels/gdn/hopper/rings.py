@@ -30,6 +30,7 @@ TO_END = gl.constexpr(4)  # 2^(G_end - G_i)
 DECAY = gl.constexpr(5)  # 2^G_end, repeated 64 times
 VECTORS = gl.constexpr(6)  # their number
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {"allocate": "setup", "begin_barriers": "setup"}
 
 

@@ -13,6 +13,7 @@ from ssdprof.kernels.hopper.ring import CHUNK
 LOG2_E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-150.0)  # least log2 of a decay: 2^LEAST rounds to 0 in fp32
 
+# stages of functions and of waits: `stalls/attribute.py`
 STAGES = {
     "log2_decays": "gate_cumsum",
     "sums": "gate_cumsum",

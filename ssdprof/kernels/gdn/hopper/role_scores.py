@@ -33,6 +33,7 @@ from ssdprof.kernels.hopper.ring import CHUNK
 UP = gl.constexpr(4.0)
 COLUMN_BLOCKS = gl.constexpr(2)  # X is computed in so many blocks of columns, to limit registers
 
+# stages of functions and of waits: `stalls/attribute.py`
 STAGES = {"update_of": "state_factor", "weights_of": "out_factor", "scores": "out_factor"}
 WAITS = {
     "keys": "waiting.chunk",
@@ -56,8 +57,8 @@ def update_of(rings, n):
     to_end = rings.vector(n, TO_END).load(gl.SliceLayout(1, layout))
     rings.updates.wait_empty(n)
     for block in gl.static_range(COLUMN_BLOCKS):
-        part = warpgroup_mma_wait(0, deps=[begun])
-        X.slice(block * WIDTH, WIDTH, dim=1).store((part * to_end[:, None]).to(X.dtype))
+        product = warpgroup_mma_wait(0, deps=[begun])
+        X.slice(block * WIDTH, WIDTH, dim=1).store((product * to_end[:, None]).to(X.dtype))
         if block + 1 < COLUMN_BLOCKS:
             begun = begin_product(inverse, k.slice((block + 1) * WIDTH, WIDTH, dim=1), layout)
     fence_async_shared()  # makes the stores visible to the asynchronous products that read X

@@ -35,6 +35,7 @@ from ssdprof.kernels._gluon import (
 )
 from ssdprof.kernels.gdn.hopper.rings import DECAY, DIM, FROM_STATE, TO_OUTPUT
 
+# stages of functions and of waits: `stalls/attribute.py`
 STAGES = {
     "residual": "chunk_state.residual",
     "pass_chunk": "warm_up",

@@ -42,6 +42,7 @@ from ssdprof.kernels.tensors import strides_of_each, strides_unit
 FORGOTTEN = tl.constexpr(-160.0)
 L2NORM_EPS = tl.constexpr(1e-6)  # added to the sum of squares
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "_gdn_qk_l2norm_kernel": "qk_l2norm",
     "_side_by_side": "solve_tril",

@@ -42,7 +42,7 @@ BLOCKS_OF_8 = gl.constexpr(4)  # blocks of 8 positions in a chunk
 # register layout of (i, HALF): a thread has 8 positions of two channels
 of_thread = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [4, 1], [1, 0]))
 
-# other functions belong to the stage that calls them
+# stages of functions (`stalls/attribute.py`); others belong to the stage that calls them
 STAGES = {
     "store_anchors": "decayed_scores", "store_between": "decayed_scores", "decays": "gate_cumsum",
 }  # fmt: skip

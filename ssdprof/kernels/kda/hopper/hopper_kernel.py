@@ -1,7 +1,7 @@
 """Kimi Delta Attention for Hopper in one launch: some programs prepare chunks, others pass the
 state through prepared chunks.
 
-A slot is the place of a chunk among the chunks of all sequences.  Slots are cut into slabs of
+A slot is the index of a chunk among the chunks of all sequences.  Slots are cut into slabs of
 `slab` slots.  A program either prepares one chunk of one head (`prep.py`), or scans the chunks of a
 slab for 64 columns of V of one head (`scan.py`).  Prepared chunks go through global memory.  Two
 programs of either kind share a multiprocessor, so that scans, which often wait for products, run
@@ -44,7 +44,7 @@ from ssdprof.kernels.kda.hopper.prep import (
 from ssdprof.kernels.kda.hopper.scan import KDASegment, scan_segment
 from ssdprof.kernels.kda.hopper.tiles import DIM, HALF, allocate_tiles, load_segment, store_segment
 
-# other functions belong to the stage that calls them
+# stages of functions (`stalls/attribute.py`); others belong to the stage that calls them
 STAGES = {
     "wait_for": "waiting.chunk", "slab_sequences": "ticket", "chunk_of": "ticket",
     "segment_at": "ticket", "prepare": "setup", "idle": "setup", "scan": "setup",

@@ -107,7 +107,7 @@ quadrant_layout = gl.constexpr(
     )
 )
 
-# other functions belong to the stage that calls them
+# stages of functions (`stalls/attribute.py`); others belong to the stage that calls them
 STAGES = {
     "prepare_chunk": "setup", "norm_factors": "qk_l2norm", "decayed_scores": "decayed_scores",
     "products": "decayed_scores", "store_P": "decayed_scores", "decays_of": "gate_cumsum",
@@ -323,13 +323,14 @@ def store_anchored(q, k, a, rows, columns):
     """Store the operands of pairs inside blocks of 8, which are multiplied by D and 1 / D: those of
     the first block of 8 of each 16 positions, then those of the second blocks.
 
-    rows (128, HALF): eight rows of q and eight of k in turn.  columns (64, HALF): k.
+    rows (128, HALF), columns (64, HALF): shared memory for the operands: in `rows` eight rows of q
+        and eight of k in turn, in `columns` k.
     """
     # D (i, HALF): products of a' inside each block of 8; the anchor's factor is ANCHOR
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, thread_layout))[:, None]
     D = clamped_decays(a)
     D = gl.where((o_i & 7) == 0, ANCHOR, D)
-    T = D
+    T = D  # of blocks of one position
     for level in gl.static_range(3):
         D, _, T = of_doubled_blocks(D, D, T, level, thread_layout)
     # rows: (first or second block of 8, block of 16, q or k, i, HALF); columns: the same without q
@@ -771,14 +772,14 @@ def load_inputs(env, inputs, full, sequence, t, head):
 
 
 @gluon.jit
-def prepare_chunk(env, tiles, full, sequence, t, place, head):
+def prepare_chunk(env, tiles, full, sequence, t, head_slot, head):
     """Compute everything that a scan needs of the chunk at position t of a sequence, and store it
     in global memory.
 
     tiles, full: of `allocate_inputs`, which `load_inputs` has begun to fill.
-    place: that of the chunk and its head among those of all slots: slot * HV + head.
+    head_slot: index of the chunk and its head among the heads of all slots: slot * HV + head.
     """
-    row, ends_ptr = place * CHUNK, env.ends_ptr + place.to(gl.int64) * DIM
+    row, ends_ptr = head_slot * CHUNK, env.ends_ptr + head_slot.to(gl.int64) * DIM
     keys_desc, queries_desc, X_desc, W_desc = env.factor_descs
     beta = load_betas(env.beta_ptr, env.beta_strides, sequence, t, head, env.S.PACKED)
     # stage qk_l2norm: when q and k are loaded

@@ -33,6 +33,7 @@ Q_SCALED = gl.constexpr(2)  # scale / |q_i|
 BETA = gl.constexpr(3)
 Q_DOT_K = gl.constexpr(4)  # q_i . k_i before the norm
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {"allocate": "setup", "begin_barriers": "setup", "allocate_chunk_ring": "setup"}
 
 

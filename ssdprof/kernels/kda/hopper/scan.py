@@ -39,7 +39,7 @@ from ssdprof.kernels.kda.hopper.tiles import DIM, KEYS, QUERIES, UPDATE, VALUES,
 
 by_thread = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # (K): one number for each thread
 
-# other functions belong to the stage that calls them
+# stages of functions (`stalls/attribute.py`); others belong to the stage that calls them
 STAGES = {
     "store_output": "chunk_output", "residual": "chunk_state.residual",
     "begin_chunk": "chunk_state", "scan_chunk": "chunk_state", "entering_state": "setup",
@@ -62,9 +62,9 @@ class KDASegment:
     nchunks: gl.tensor
 
     @gluon.jit
-    def place(self, j, HEADS: gl.constexpr):
-        """The place of the segment's j-th chunk and its head among those of all slots: slot * HEADS
-        + head.
+    def head_slot(self, j, HEADS: gl.constexpr):
+        """The index of the segment's j-th chunk and its head among the heads of all slots: slot *
+        HEADS + head.
         """
         return (self.sequence.slot + self.first + j) * HEADS + self.head
 
@@ -72,8 +72,8 @@ class KDASegment:
 @gluon.jit
 def decays_at(env, segment, j):
     """The decays (K) over the segment's j-th chunk, one in each thread."""
-    place = segment.place(j, env.S.HEADS).to(gl.int64)
-    return gl.load(env.ends_ptr + place * DIM + gl.arange(0, DIM, by_thread))
+    head_slot = segment.head_slot(j, env.S.HEADS).to(gl.int64)
+    return gl.load(env.ends_ptr + head_slot * DIM + gl.arange(0, DIM, by_thread))
 
 
 @gluon.jit

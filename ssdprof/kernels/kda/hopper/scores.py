@@ -50,7 +50,7 @@ quarter_layout = gl.constexpr(
 swizzled = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 by_position = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
 
-# other functions belong to the stage that calls them
+# stages of functions (`stalls/attribute.py`); others belong to the stage that calls them
 STAGES = {
     "store_vectors": "qk_l2norm", "load_beta": "loads", "products": "decayed_scores",
     "store_scores": "decayed_scores", "inverse_of": "solve_tril", "store_inverse": "solve_tril",

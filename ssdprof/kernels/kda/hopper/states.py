@@ -29,7 +29,7 @@ from ssdprof.kernels.kda.hopper.rings import DIM, SIZE
 by_i = gl.constexpr(product_layout(32, 4))
 i_operand = gl.constexpr(gl.DotOperandLayout(0, product_layout(32, 4), 2))
 
-# other functions belong to the stage that calls them
+# stages of functions (`stalls/attribute.py`); others belong to the stage that calls them
 STAGES = {
     "residual_of": "chunk_state.residual", "pass_half": "chunk_state.update",
     "decayed_state": "chunk_state.update",

@@ -29,7 +29,7 @@ UPDATE = gl.constexpr(2)
 VALUES = gl.constexpr(3)
 THREADS = gl.constexpr(128)  # threads of the role `scan`
 
-# other functions belong to the stage that calls them
+# stages of functions (`stalls/attribute.py`); others belong to the stage that calls them
 STAGES = {
     "halves_of": "loads", "allocate_tiles": "setup", "load_segment": "loads",
     "store_segment": "chunk_output",
@@ -96,7 +96,7 @@ def load_segment(env, ring, segment, n):
     """
     keys_desc, queries_desc, X_desc, _ = env.factor_descs
     for j in range(segment.nchunks):
-        row = segment.place(j, env.S.HEADS) * CHUNK
+        row = segment.head_slot(j, env.S.HEADS) * CHUNK
         load_factor(ring, keys_desc, row, n + j, KEYS)
         load_factor(ring, queries_desc, row, n + j, QUERIES)
         load_factor(ring, X_desc, row, n + j, UPDATE)

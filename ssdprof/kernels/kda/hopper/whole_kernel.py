@@ -34,6 +34,7 @@ from ssdprof.kernels.kda.hopper.rings import DIM, SIZE, KDARings, allocate, begi
 from ssdprof.kernels.kda.hopper.scores import scores
 from ssdprof.kernels.kda.hopper.states import states
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "load_tile": "loads", "fill": "loads", "loads": "loads", "stores": "chunk_output",
     "_kda_whole_kernel": "setup",

@@ -22,7 +22,7 @@ from ssdprof.kernels.inputs import INPUT_DTYPES
 from ssdprof.kernels.registry import Reasons, first_reason
 from ssdprof.kernels.ssd.config import HOPPER, first_fit
 from ssdprof.kernels.ssd.hopper.lanes import MAX_WIDTH
-from ssdprof.kernels.ssd.hopper.rings import SLICE, weight_places, word_places
+from ssdprof.kernels.ssd.hopper.rings import SLICE, flag_slots, weight_slots
 from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.tensors import row_stride, unreadable
 
@@ -119,15 +119,15 @@ def shared_bytes(ring: int, score_ring: int, dstate: int) -> int:
     tiles = 2 // split * operand_bytes * CHUNK.value * SLICE.value  # a tile (64, 64) of each unit
 
     first_ring = ring * split  # slots of the first pass, which loads no C
-    weights = weight_places(first_ring, split) * (vector + decay)  # `weights`, `decay`
-    words = word_places(first_ring, split) * number_bytes  # `continue_flag`
+    weights = weight_slots(first_ring, split) * (vector + decay)  # `weights`, `decay`
+    flags = flag_slots(first_ring, split) * number_bytes  # `continue_flag`
 
     rows = ring * 2 * operand_bytes * CHUNK.value * dstate  # B and C
     x = first_ring * tiles
     gates = ring * (4 * vector + decay)  # `gates`, `decay`
     scores = score_ring * tiles
     out = tiles
-    total = weights + words + rows + x + gates + scores + out
+    total = weights + flags + rows + x + gates + scores + out
     if split == 2:
         total += number_bytes * SLICE.value * CHUNK.value  # partial outputs, fp32 (2, p, q / 2)
     return int(total)

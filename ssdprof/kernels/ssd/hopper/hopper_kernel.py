@@ -65,6 +65,7 @@ from ssdprof.kernels.ssd.hopper.role_states import units
 FLAGS = gl.constexpr(8)  # index of the first flag in `sync`, whose first number is the ticket
 SEQUENCE_BLOCK = gl.constexpr(128)  # packed sequences per iteration of `find_segment`
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "segments": "ticket",
     "segment_at": "ticket",

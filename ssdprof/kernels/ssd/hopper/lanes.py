@@ -54,6 +54,7 @@ half_layout = gl.constexpr(gl.SharedLinearLayout([*FRAGMENTS]))
 IN_FIRST_HALF = [[0, *basis] for basis in FRAGMENTS]
 halves_layout = gl.constexpr(gl.SharedLinearLayout([*IN_FIRST_HALF, [1, 0, 0]]))
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {"lane_number": "setup", "allocate_exchange": "setup"}
 
 

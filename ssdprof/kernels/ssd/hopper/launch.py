@@ -44,7 +44,7 @@ def buffer_sizes(inputs: SSDInputs, precision: Precision, config: SSDHopperConfi
     """Elements and dtype of each buffer of a call, by name: `sync`, with ticket and flags, and
     `states`, those that segments or shares pass on.  Empty if they pass on none.
 
-    `states` has places for every lane of every slot: a segment's slot has the lanes of all units of
+    `states` has room for every lane of every slot: a segment's slot has the lanes of all units of
     the sequence, a share's slot those of its program.
     """
     dstate = inputs.B.shape[3]

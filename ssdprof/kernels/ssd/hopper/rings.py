@@ -21,7 +21,7 @@ turns processes one chunk, or two if N is 256.  A wait distinguishes only two ph
 skipped one round of a ring would mistake the previous round for it.
 
 The program's n-th chunk of the second pass uses the barriers of n % DEPTH.  The slots of its rows
-and x depend on where the first pass ended (`places_of`), so that the first chunks of the second
+and x depend on where the first pass ended (`slots_of`), so that the first chunks of the second
 pass are copied while the first pass ends.
 
 STAGES maps functions to stages.  Inside a function, a line `# stage ...` names the stage that
@@ -55,18 +55,18 @@ class FirstPass:
     flags.  A vector holds the numbers of lane 0, then those of lane 1, as in `Shared`.
     """
 
-    # (weight_places, 2 q): weights of a chunk's positions in the state after the first pass, in two
+    # (weight_slots, 2 q): weights of a chunk's positions in the state after the first pass, in two
     # parts (`two_parts`)
     weights: gl.shared_memory_descriptor
-    decay: gl.shared_memory_descriptor  # (weight_places, 2): decay of all chunks read so far
-    # (word_places, 1) int32: a word for each turn, not zero if another turn follows it
+    decay: gl.shared_memory_descriptor  # (weight_slots, 2): decay of all chunks read so far
+    # (flag_slots, 1) int32: the flag of a turn is not zero if another turn follows it
     continue_flag: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor  # mbarriers, per slot of the chunk ring
     empty: gl.shared_memory_descriptor  # mbarriers, per slot of the chunk ring
-    continue_barrier: gl.shared_memory_descriptor  # mbarriers, per word
+    continue_barrier: gl.shared_memory_descriptor  # mbarriers, per slot of `continue_flag`
     DEPTH: gl.constexpr  # slots of the chunk ring
     TURN: gl.constexpr  # chunks per turn
-    WORDS: gl.constexpr  # words of `continue_flag`
+    FLAG_SLOTS: gl.constexpr  # slots of `continue_flag`
 
 
 @aggregate
@@ -97,23 +97,30 @@ class Shared:
 
 
 @gluon.constexpr_function
-def weight_places(depth, turn):
-    """The number of slots for weights of the first pass.
+def weight_slots(depth, turn):
+    """The number of slots for weights of the first pass, with which no unread weights are
+    overwritten: depth - turn + 2, rounded up to whole pairs.
 
     depth: slots of its chunk ring.  turn: chunks of a turn
 
-    The weights of two chunks are computed at once, as soon as the chunk ring has room for one turn.
-    With this number of slots they do not overwrite unread weights.
+    `store_two_weights` stores the weights of two chunks at once, as soon as the chunk ring has room
+    for a turn.  At most depth - turn earlier chunks are unread then.  They and the new pair need
+    depth - turn + 2 slots, and a pair of which one chunk is unread keeps both of its slots.
     """
     return (depth + 3 - turn) // 2 * 2
 
 
 @gluon.constexpr_function
-def word_places(depth, turn):
-    """The number of slots for the flags that continue the first pass: two more than the turns for
-    which the chunk ring has room, so that no unread flag is overwritten.
+def flag_slots(depth, turn):
+    """The number of slots for the flags that continue the first pass, with which no unread flag is
+    overwritten: two more than the turns for which the chunk ring has room.
 
-    depth, turn: see `weight_places`
+    depth, turn: see `weight_slots`
+
+    `store_two_weights` writes its first flag before it waits for room.  If a turn is one chunk, it
+    has last waited for room for the turn two before.  At most depth - 1 turns before that one are
+    unread; they, that turn, the next one and the new one need depth + 2 slots.  If a turn is two
+    chunks, it has waited for room for the preceding turn, and one slot less would do.
     """
     return depth // turn + 2
 
@@ -129,22 +136,22 @@ def allocate(dtype: gl.constexpr, S: gl.constexpr):
     # if N is split, the first pass, which loads no C, also uses the slots of C: room for twice as
     # many chunks
     FIRST_DEPTH: gl.constexpr = DEPTH * N_SPLIT
-    WEIGHTS: gl.constexpr = weight_places(FIRST_DEPTH, N_SPLIT)
-    WORDS: gl.constexpr = word_places(FIRST_DEPTH, N_SPLIT)
+    WEIGHT_SLOTS: gl.constexpr = weight_slots(FIRST_DEPTH, N_SPLIT)
+    FLAG_SLOTS: gl.constexpr = flag_slots(FIRST_DEPTH, N_SPLIT)
     vector: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], dtype)
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, WIDTH], dtype)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK // N_SPLIT, SLICE], dtype)
     first = FirstPass(
-        weights=gl.allocate_shared_memory(gl.float32, [WEIGHTS, 2 * CHUNK], vector),
-        decay=gl.allocate_shared_memory(gl.float32, [WEIGHTS, 2], vector),
-        continue_flag=gl.allocate_shared_memory(gl.int32, [WORDS, 1], vector),
+        weights=gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, 2 * CHUNK], vector),
+        decay=gl.allocate_shared_memory(gl.float32, [WEIGHT_SLOTS, 2], vector),
+        continue_flag=gl.allocate_shared_memory(gl.int32, [FLAG_SLOTS, 1], vector),
         full=barriers(FIRST_DEPTH),
         empty=barriers(FIRST_DEPTH),
-        continue_barrier=barriers(WORDS),
+        continue_barrier=barriers(FLAG_SLOTS),
         DEPTH=FIRST_DEPTH,
         TURN=N_SPLIT,
-        WORDS=WORDS,
+        FLAG_SLOTS=FLAG_SLOTS,
     )
     return Shared(
         first=first,
@@ -184,7 +191,7 @@ def begin_barriers(shared, FIRST_PASS: gl.constexpr):
             # `loads` fills a slot; for the first chunk of a turn, `scores` arrives too
             mbarrier.init(first.full.index(i), count=1 if i % first.TURN > 0 else 2)
             mbarrier.init(first.empty.index(i), count=2 * THREADS)  # both lanes
-        for i in gl.static_range(first.WORDS):
+        for i in gl.static_range(first.FLAG_SLOTS):
             mbarrier.init(first.continue_barrier.index(i), count=1)
 
 
@@ -197,7 +204,7 @@ def rows_of(shared, slot, half):
 
 
 @gluon.jit
-def places_of(shared, seen, n):
+def slots_of(shared, seen, n):
     """(slot of B, slot of C, slot of x) of the program's n-th chunk of the second pass, after a
     first pass of `seen` chunks.
 

@@ -10,8 +10,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ssdprof.kernels._gluon import async_load, async_store, phase, place_in, reinterpret, scalar
 from ssdprof.kernels.hopper.ring import CHUNK
-from ssdprof.kernels.ssd.hopper.rings import COLUMNS, SLICE, places_of, rows_of
+from ssdprof.kernels.ssd.hopper.rings import COLUMNS, SLICE, rows_of, slots_of
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "load_x": "loads",
     "load_rows": "loads",
@@ -97,12 +98,12 @@ def load_chunk(env, segment, seen, i, n, first_block):
     before = seen - first.DEPTH + (n + 1) * shared.N_SPLIT - 1
     was_used = (n < shared.DEPTH) & (before >= 0)
     before = gl.maximum(before, 0)
-    place = place_in(before, first.DEPTH)
-    mbarrier.wait(first.empty.index(place), phase(before, first.DEPTH), pred=was_used)
+    first_slot = place_in(before, first.DEPTH)
+    mbarrier.wait(first.empty.index(first_slot), phase(before, first.DEPTH), pred=was_used)
     # wait until the chunk of the second pass that used these barriers before has been read
     mbarrier.wait(shared.empty.index(slot), phase(n, shared.DEPTH) ^ 1)
     mbarrier.expect(full, bytes_of(shared, rows=2))
-    B_slot, C_slot, x_slot = places_of(shared, seen, n)
+    B_slot, C_slot, x_slot = slots_of(shared, seen, n)
     load_rows(shared, segment, B_slot, t, env.descs[1], first_block, full)  # B
     load_x(env, segment, x_slot, t, full)
     load_rows(shared, segment, C_slot, t, env.descs[2], first_block, full)  # C
@@ -126,9 +127,9 @@ def loads(env):
                     load_first(env, segment, seen, chunk, first_block)
                 # whether another turn follows: `scores` has written the flag when it arrives
                 turn = seen // first.TURN
-                place = place_in(turn, first.WORDS)
-                mbarrier.wait(first.continue_barrier.index(place), phase(turn, first.WORDS))
-                goes_on = scalar(first.continue_flag.index(place)) != 0
+                slot = place_in(turn, first.FLAG_SLOTS)
+                mbarrier.wait(first.continue_barrier.index(slot), phase(turn, first.FLAG_SLOTS))
+                goes_on = scalar(first.continue_flag.index(slot)) != 0
                 seen += first.TURN
         for i in range(segment.nchunks):
             load_chunk(env, segment, seen, i, n + i, first_block)

@@ -27,7 +27,7 @@ from ssdprof.kernels._gluon import (
 )
 from ssdprof.kernels.hopper.ring import CHUNK
 from ssdprof.kernels.ssd.hopper.lanes import two_parts
-from ssdprof.kernels.ssd.hopper.rings import ENTERING, KEY, ROW, WEIGHT, lane_of, places_of, rows_of
+from ssdprof.kernels.ssd.hopper.rings import ENTERING, KEY, ROW, WEIGHT, lane_of, rows_of, slots_of
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
@@ -37,6 +37,7 @@ FORGOTTEN = gl.constexpr(-160.0)
 # layout (q, column) of the first pass: one warp for each of the four columns of two chunks
 by_column = gl.constexpr(gl.BlockedLayout([2, 1], [32, 1], [1, 4], [0, 1]))
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "log2_approx": "chunk_cumsum", "softplus": "chunk_cumsum", "load_bits": "chunk_cumsum",
     "number_of": "chunk_cumsum", "chunk_cumsum": "chunk_cumsum", "decay_exp2": "chunk_cumsum",
@@ -172,9 +173,9 @@ def write_flag(first, seen, goes_on):
     `announce_weights`.
     """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    word = place_in(seen // first.TURN, first.WORDS)
-    first.continue_flag.index(word).store(gl.full([1], goes_on.to(gl.int32), gl.int32, layout))
-    mbarrier.arrive(first.continue_barrier.index(word), count=1)
+    slot = place_in(seen // first.TURN, first.FLAG_SLOTS)
+    first.continue_flag.index(slot).store(gl.full([1], goes_on.to(gl.int32), gl.int32, layout))
+    mbarrier.arrive(first.continue_barrier.index(slot), count=1)
 
 
 @gluon.jit
@@ -353,7 +354,7 @@ def bmm_chunk(shared, seen, n):
     """Start C B^T (q, s) of the program's n-th chunk asynchronously, and return the product, for
     which the caller waits.  seen: chunks of the first pass
     """
-    B_slot, C_slot, _ = places_of(shared, seen, n)
+    B_slot, C_slot, _ = slots_of(shared, seen, n)
     CB = gl.full([CHUNK, CHUNK], 0.0, gl.float32, product_layout(CHUNK, 4))
     for k in gl.static_range(shared.N_SPLIT):
         B_t = rows_of(shared, B_slot, k).permute((1, 0))

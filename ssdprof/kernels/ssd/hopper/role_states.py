@@ -56,14 +56,15 @@ from ssdprof.kernels.ssd.hopper.rings import (
     SLICE,
     WEIGHT,
     lane_of,
-    places_of,
     rows_of,
+    slots_of,
 )
 
 # the sign bit of a flag, which is set where the flag is; the other bits are those of a decay, which
 # is not negative
 SIGN = gl.constexpr(-(1 << 31))
 
+# stages of functions: `stalls/attribute.py`
 STAGES = {
     "add_turn": "chunk_state.first_pass",
     "segment_state": "chunk_state.first_pass",
@@ -112,7 +113,8 @@ def add_turn(shared, state, x, weight, seen, lane, RELAXED: gl.constexpr):
         product = warpgroup_mma(xw, rows_of(shared, slot + 1, half), product, is_async=True)
     # The flag and the decay of the turn.  No wait is needed: `scores` writes both before it arrives
     # at `full` of the turn's first chunk, for which this role has waited
-    goes_on = scalar(first.continue_flag.index(place_in(seen // first.TURN, first.WORDS))) != 0
+    flag_slot = place_in(seen // first.TURN, first.FLAG_SLOTS)
+    goes_on = scalar(first.continue_flag.index(flag_slot)) != 0
     decay = scalar(lane_of(first.decay, weight_slot + first.TURN - 1, lane))
     if first.TURN == 2:
         product = warpgroup_mma_wait(1, deps=[product])
@@ -348,7 +350,7 @@ def scan_chunk(env, state, D, i, n, seen, lane):
     # for the tiles of the chunk from `loads`, and for its vectors and its decay from `gates`
     mbarrier.wait(shared.full.index(slot), phase(n, shared.DEPTH))
     # stage chunk_state: its operands
-    B_slot, C_slot, x_slot = places_of(shared, seen, n)
+    B_slot, C_slot, x_slot = slots_of(shared, seen, n)
     x = load_transposed(shared, x_slot, lane, q_operand)
     weight = lane_of(shared.gates, slot * 4 + WEIGHT, lane).load(gl.SliceLayout(0, q_operand))
     decay = scalar(lane_of(shared.decay, slot, lane))
