@@ -68,11 +68,18 @@ def test_a_zero_that_was_collected_stays_a_zero_and_another_name_of_a_metric_wil
     )
 
 
-@pytest.mark.parametrize(("pipe_pct", "peak"), [(40.0, 1000.0), (20.0, 2000.0)])
-def test_the_peak_of_tensor_cores_is_that_of_dense_operands(pipe_pct, peak):
+@pytest.mark.parametrize(
+    ("pipe_pct", "tf32_pct", "peak"),
+    [(40.0, 0.0, 1000.0), (20.0, 0.0, 2000.0), (40.0, 20.0, 2000.0), (80.0, 20.0, 1000.0)],
+)
+def test_the_peak_of_tensor_cores_is_that_of_dense_operands(pipe_pct, tf32_pct, peak):
+    """With operands of two types, the cores work for each of them in turn."""
     name = "sm__ops_path_tensor_src_bf16_dst_fp32.sum"
+    tf32 = name.replace("bf16", "tf32")
     metrics = {
-        name: 4e9,
+        name: 4e9 - tf32_pct,
+        tf32: tf32_pct,
+        f"{tf32}.pct_of_peak_sustained_elapsed": tf32_pct,
         f"{name}.pct_of_peak_sustained_elapsed": 20.0,
         f"{name}.peak_sustained_elapsed.per_second": 2e15,
         "sm__ops_path_tensor_src_int8.sum": 0.0,
