@@ -496,8 +496,6 @@ def doctor(checks: Sequence[Check], *, as_json: bool) -> None:
 
 # --- schemas
 
-# the commands that print a document "dry-run"
-_DRY_RUNS = "run --dry-run, capture --dry-run, answers --dry-run"
 # Name of a document -> the commands that print it, and its type, with [] after it for a list.  In
 # "report-v4", 4 is the version of the format, which a report also has in a field.  Users write
 # settings: no command prints them.
@@ -507,7 +505,10 @@ SCHEMAS = {
         "ssdprof.core.report:Report",
     ),
     "case": ("case", "ssdprof.core.case:Case"),
-    "dry-run": (_DRY_RUNS, "ssdprof.core.target:DryRun"),
+    "dry-run": (
+        "run --dry-run, capture --dry-run, answers --dry-run",
+        "ssdprof.core.target:DryRun",
+    ),
     "capture": ("capture", "ssdprof.commands.measuring:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
     "runs": ("runs", "ssdprof.core.outcome:ListedRun[]"),
@@ -530,11 +531,10 @@ def schema(name: str) -> dict[str, Any]:
     _, path = SCHEMAS[versioned_name]
     kind: Any = resolve_name(path.removesuffix("[]"))
     adapter: TypeAdapter[Any] = TypeAdapter(list[kind] if path.endswith("[]") else kind)
-    title = f"ssdprof {name.partition('-v')[0].replace('-', ' ')}"
     return {
         "$schema": GenerateJsonSchema.schema_dialect,
         **adapter.json_schema(mode="serialization"),
-        "title": title,
+        "title": f"ssdprof {name.partition('-v')[0].replace('-', ' ')}",
     }
 
 

@@ -508,9 +508,8 @@ class Case(Record):
                 raise ValueError("a case with a later fault or with NaN or infinity has no times")
         if self.samples and self.summary:
             raise ValueError("times are either samples or a summary")
-        may_decode = isinstance(self.task, DecodedStates | Answers)
-        is_decoded = may_decode and self.implementation == DECODER
-        if self.precision not in PRECISIONS and not is_decoded:
+        decoded = self.implementation == DECODER and isinstance(self.task, DecodedStates | Answers)
+        if self.precision not in PRECISIONS and not decoded:
             raise ValueError(f"only states that {DECODER!r} decodes have other formats")
         check_unique("samples", [(samples.process, samples.clock) for samples in self.samples])
         check_unique("a tensor", [tensor.tensor for tensor in self.accuracy])

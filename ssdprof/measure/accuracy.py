@@ -127,7 +127,7 @@ class _Comparison(Generic[K]):
         self._operator = operators.get(inputs.operator)
         self._oracle = oracle = self._operator.oracle
         self._out = oracle.forms(inputs)[0]
-        self._length = block_length(oracle, inputs, inputs.device)
+        self._length = block_length(oracle, inputs)
         coarse = self._out.dtype in _COARSE
         count = DRAWS if coarse else _FINE_DRAWS
         self._together = _drawn_together(self._operator, inputs, self._length, count)
@@ -406,13 +406,14 @@ def check_output(output: Output, inputs: Inputs) -> None:
             )
 
 
-def block_length(oracle: OracleSpec, inputs: Inputs, device: torch.device) -> int:
+def block_length(oracle: OracleSpec, inputs: Inputs) -> int:
     """Positions per block of the oracle: whole chunks, at least one, as many as `_LONGEST_BLOCK`
     and `_WORKING_BYTES` allow.
     """
     chunk = oracle.chunk_size(inputs)
-    fitting = _WORKING_BYTES[device.type] // oracle.bytes_per_position(inputs)
-    length: int = max(chunk, min(fitting, _LONGEST_BLOCK[device.type]) // chunk * chunk)
+    device = inputs.device.type
+    fitting = _WORKING_BYTES[device] // oracle.bytes_per_position(inputs)
+    length: int = max(chunk, min(fitting, _LONGEST_BLOCK[device]) // chunk * chunk)
     return length
 
 
@@ -429,7 +430,7 @@ def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) 
     if not operator.divided or (device == "cpu" and inputs.length > _SHORT * sequences):
         return 1
     needed = operator.oracle.bytes_per_position(inputs) * min(block, inputs.length)
-    # a rounded form takes at most a third of the memory of a block of the oracle
+    # a rounded form takes about a third of the memory of a block of the oracle, or less
     fitting = max(1, 3 * _WORKING_BYTES[device] // needed)
     divisors = [number for number in range(1, count + 1) if count % number == 0]
     return max(number for number in divisors if number <= fitting)
@@ -617,7 +618,7 @@ def unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 def oracle_output(inputs: Inputs) -> Output:
     """The oracle's output: `out` in the dtype of the operator's output, final states in fp32."""
     oracle = operators.get(inputs.operator).oracle
-    blocks = oracle.blocks(inputs, block=block_length(oracle, inputs, inputs.device))
+    blocks = oracle.blocks(inputs, block=block_length(oracle, inputs))
     return joined(inputs, blocks, inputs.values.dtype, torch.float32)
 
 

@@ -247,21 +247,23 @@ def _tensor_work(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | Non
     for name in kernel.metrics:
         count = kernel.number(name)
         if name.startswith(_TENSOR_OPS) and name.endswith(".sum") and count is not None:
-            flops_of_types[name.removesuffix(".sum")] = count
+            flops_of_types[name] = count
     if not flops_of_types:
         return None, None
     flops = sum(flops_of_types.values())
     most_used = max(flops_of_types, key=flops_of_types.__getitem__)
-    peak = kernel.number(f"{most_used}.sum.peak_sustained_elapsed.per_second")
+    peak = kernel.number(f"{most_used}.peak_sustained_elapsed.per_second")
     if peak is None:
-        per_cycle = kernel.number(f"{most_used}.sum.peak_sustained")
-        peak = _product(per_cycle, kernel.number("sm__cycles_elapsed.avg.per_second"))
+        peak = _product(
+            kernel.number(f"{most_used}.peak_sustained"),
+            kernel.number("sm__cycles_elapsed.avg.per_second"),
+        )
     shares_pct = [
-        kernel.number(f"{name}.sum.pct_of_peak_sustained_elapsed")
+        kernel.number(f"{name}.pct_of_peak_sustained_elapsed")
         for name, count in flops_of_types.items()
         if count
     ]
-    # each type's operations as a share of its own peak; the cores work on one type at a time
+    # the operations of each type are a share of its own peak, and pipe_pct counts the cycles of all
     used_pct = sum(filter(None, shares_pct))
     if None in shares_pct or not (peak and used_pct and pipe_pct):
         return flops, None
