@@ -74,7 +74,7 @@ def test_the_suffix_is_the_format(ran: ssdprof.Results, tmp_path, file, begins):
         ({"seqq": 4}, "run() has no option 'seqq'."),
         ({"json": True}, "run() has no option 'json'."),
         ({"dtypes": "both"}, "'both' is not one of 'exact', 'relaxed', 'all'."),
-        ({"seq": 0}, "'0' is not a number of tokens."),
+        ({"seq": 0}, "'0' is not a possible number of tokens."),
         ({"batch": "x"}, "Invalid value for '--batch': "),
     ],
 )

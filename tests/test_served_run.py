@@ -162,9 +162,12 @@ def test_stored_captures_are_what_they_are():
         "--decode 1",
         "--placement disk-offload",
         "--seq 16",
+        "--save-captures",
     ):
         error = ending(2, f"run captures {words}").err
-        assert "their model, prompt and segments cannot be changed" in error, words
+        assert (
+            "their model, prompt and segments cannot be changed, and they are not stored" in error
+        ), words
     assert "--layers is the only model option" in error
     assert "answers need the model" in ending(2, "run captures --answers").err
 

@@ -515,13 +515,13 @@ def _safetensors(folder: Path) -> _Reading:
     if not files:
         return [], Counter(), ""
     texts = [_reading(file, _text_of_call) for file in files]
-    of_folder: dict[str, Any] = {}
+    folder_description: dict[str, Any] = {}
     if not all(texts):
-        of_folder = _reading(folder / DESCRIPTION, _description_of_folder)
+        folder_description = _reading(folder / DESCRIPTION, _description_of_folder)
     calls = []
     sources: dict[str, None] = {}  # a set in order
     for file, text in zip(files, texts, strict=True):
-        description = of_folder
+        description = folder_description
         if text:
             description = _reading(file, _description, text)
         operator, arguments = description["operator"], description["arguments"]

@@ -16,9 +16,10 @@ from typing import Any
 from ssdprof import operators
 from ssdprof.errors import BadInputError
 
+# name of a demo, which users type in place of a model -> its folder in the package
 DEMO_FOLDERS = {folder.name: folder for folder in sorted(Path(__file__).parent.glob("demo*"))}
 _LEAST_RATIO = 0.83  # with at least this ratio of difflib, a name counts as a typo of another one
-_MOST_SUGGESTIONS = 4  # names that are suggested
+_MOST_SUGGESTIONS = 4  # at most so many names are suggested
 
 
 # --- published checkpoints

@@ -496,7 +496,6 @@ def doctor(checks: Sequence[Check], *, as_json: bool) -> None:
 
 # --- schemas
 
-_DRY = "run --dry-run, capture --dry-run, answers --dry-run"
 # Name of a document -> the commands that print it, and its type, with [] after it for a list.  In
 # "report-v4", 4 is the version of the format, which a report also has in a field.  Users write
 # settings: no command prints them.
@@ -506,7 +505,10 @@ SCHEMAS = {
         "ssdprof.core.report:Report",
     ),
     "case": ("case", "ssdprof.core.case:Case"),
-    "dry-run": (_DRY, "ssdprof.core.target:DryRun"),
+    "dry-run": (
+        "run --dry-run, capture --dry-run, answers --dry-run",
+        "ssdprof.core.target:DryRun",
+    ),
     "capture": ("capture", "ssdprof.commands.measuring:StoredCapture"),
     "comparison": ("compare", "ssdprof.core.pairs:Comparison"),
     "runs": ("runs", "ssdprof.core.outcome:ListedRun[]"),
@@ -523,17 +525,16 @@ def schema(name: str) -> dict[str, Any]:
     name: a key of `SCHEMAS`, with or without its version.  Raises BadInputError for any other.
     """
     versioned = {known.partition("-v")[0]: known for known in SCHEMAS}
-    name = versioned.get(name, name)
-    if name not in SCHEMAS:
+    versioned_name = versioned.get(name, name)
+    if versioned_name not in SCHEMAS:
         raise BadInputError(f"There is no schema {name!r}.", nearest(name, SCHEMAS))
-    _, path = SCHEMAS[name]
+    _, path = SCHEMAS[versioned_name]
     kind: Any = resolve_name(path.removesuffix("[]"))
     adapter: TypeAdapter[Any] = TypeAdapter(list[kind] if path.endswith("[]") else kind)
-    title = f"ssdprof {name.partition('-v')[0].replace('-', ' ')}"
     return {
         "$schema": GenerateJsonSchema.schema_dialect,
         **adapter.json_schema(mode="serialization"),
-        "title": title,
+        "title": f"ssdprof {name.partition('-v')[0].replace('-', ' ')}",
     }
 
 

@@ -68,10 +68,10 @@ class Deviation(Record):
                 raise ValueError(f"{position} is not within {self.elements} elements")
         has_nonfinite = self.nonfinite > 0
         has_first = self.first_nonfinite is not None
-        if self.nonfinite > self.elements or has_nonfinite != has_first:
-            raise ValueError(
-                "first_nonfinite is the first of the nonfinite ones among the elements"
-            )
+        if self.nonfinite > self.elements:
+            raise ValueError(f"nonfinite is above {self.elements} elements")
+        if has_nonfinite != has_first:
+            raise ValueError("first_nonfinite is given exactly if nonfinite is above 0")
         return self
 
     @property
@@ -144,21 +144,24 @@ class ErrorTest(Record):
             "slice": f", slice {self.position} of {SLICES}",
             "period": f", position {self.position} of each {self.period}",
         }.get(self.test, "")
-        if "gain" in self.test:
-            heads = f"head {self.head}: gain" if self.test == "gain" else "mean over heads: gain"
-            return f"{heads} {1 + self.value:.5f}, where rounding explains 1 ± {self.limit:.2g}"
+        gain = f"gain {1 + self.value:.5f}, where rounding explains 1 ± {self.limit:.2g}"
+        if self.test == "gain":
+            return f"head {self.head}: {gain}"
+        if self.test == "mean gain":
+            return f"mean over heads: {gain}"
         return (
             f"head {self.head}{where}: relative RMS error {self.value:.3g}, where rounding "
             f"explains {self.limit:.3g}"
         )
 
 
-def _explains_most(test: ErrorTest) -> tuple[bool, float]:
+def _explanation_key(test: ErrorTest) -> tuple[bool, float]:
     """The key by which failed tests are ordered: the one with the largest key is reported.
 
-    A wrong gain of a head explains all other errors, so its key is larger than any other.  A wrong
-    head explains the errors of its parts unless one of them is far worse, so the error of a whole
-    head counts double.
+    A wrong gain of a head ("gain") explains all other errors, so its key is larger than any other.
+    All other tests, "mean gain" included, are ordered by the share of their limits that is used.  A
+    wrong head explains the errors of its parts unless one of them is far worse, so the share of a
+    whole head ("rms") counts double.
     """
     weight = 2 if test.test == "rms" else 1
     return test.test == "gain", test.used * weight
@@ -209,7 +212,7 @@ class Accuracy(Record):
                     f"{use.position}"
                 )
         if failed := [test for test in self.checks if test.used > 1]:
-            return f"{self.tensor}, {max(failed, key=_explains_most).words}"
+            return f"{self.tensor}, {max(failed, key=_explanation_key).words}"
         if self.coarser:
             return (
                 f"{self.tensor}: {self.claimed} states are claimed, but a head has only "

@@ -120,7 +120,7 @@ def call_size(seqlen: int, batch: int, call: CallRef | None) -> str:
         return size
     if call.kind != "packed":
         return f"{size}, {call}"
-    return f"{size} {call}" if batch == 1 else f"{size} drafted{call.of_server}"
+    return f"{size} {call}" if batch == 1 else f"{size} drafted{call.pass_and_rank_suffix}"
 
 
 class Samples(Record):
@@ -501,16 +501,16 @@ class Case(Record):
 
     @model_validator(mode="after")
     def _consistent(self) -> Case:
-        if (self.samples or self.summary) and (
-            self.status != "ran" or self.later_fault or self.nonfinite
-        ):
-            raise ValueError("times belong only to a case that ran")
+        if self.samples or self.summary:
+            if self.status != "ran":
+                raise ValueError("times belong only to a case that ran")
+            if self.later_fault or self.nonfinite:
+                raise ValueError("a case with a later fault or with NaN or infinity has no times")
         if self.samples and self.summary:
             raise ValueError("times are either samples or a summary")
-        if self.precision not in PRECISIONS and not isinstance(self.task, DecodedStates | Answers):
-            raise ValueError("only states of decoded tokens have other formats")
-        if self.layer and any(len(tensor.vs_oracle.worst_position) < 2 for tensor in self.accuracy):
-            raise ValueError("a position has an index for each axis")
+        decoded = self.implementation == DECODER and isinstance(self.task, DecodedStates | Answers)
+        if self.precision not in PRECISIONS and not decoded:
+            raise ValueError(f"only states that {DECODER!r} decodes have other formats")
         check_unique("samples", [(samples.process, samples.clock) for samples in self.samples])
         check_unique("a tensor", [tensor.tensor for tensor in self.accuracy])
         return self

@@ -91,10 +91,10 @@ class CallRef(Record):
         return self
 
     @property
-    def of_server(self) -> str:
-        """The forward pass and the rank of a recorded call: ", pass 2 of 5, rank 1".
+    def pass_and_rank_suffix(self) -> str:
+        """The forward pass and the rank of a recorded call, after a comma: ", pass 2 of 5, rank 1".
 
-        The pass is left out if there is only one, the rank if it is not known.
+        The pass is left out if there is only one, the rank if it is not known; empty without both.
         """
         forward_pass = "" if self.count == 1 else f", pass {self.number:,} of {self.count:,}"
         return forward_pass if self.rank is None else f"{forward_pass}, rank {self.rank}"
@@ -109,7 +109,7 @@ class CallRef(Record):
         """
         if self.kind == "packed":
             noun = "sequence" if self.sequences == 1 else "sequences"
-            return f"in {self.sequences:,} packed {noun}{self.of_server}"
+            return f"in {self.sequences:,} packed {noun}{self.pass_and_rank_suffix}"
         prompt = tokens(self.prompt_seqlen, self.sequences)
         if self.kind == "verify":
             return f"drafted at the end of {prompt}"

@@ -39,7 +39,7 @@ def format_of(file: Path, formats: Container[str] = FORMATS_BY_SUFFIX.values()) 
         return format
     suffixes = ", ".join(suffix for suffix, known in FORMATS_BY_SUFFIX.items() if known in formats)
     raise BadInputError(
-        f"{file}: no format has the suffix {file.suffix}.",
+        f"{file}: no possible format has the suffix {file.suffix}.",
         f"End the name with one of {suffixes}, or name the format.",
     )
 

@@ -51,7 +51,7 @@ def parse_seq(seq: str) -> int:
     seqlen = int(match[1]) * UNITS[match[2]] if match else 0
     if not 1 <= seqlen <= LONGEST_SEQLEN:
         raise BadInputError(
-            f"{seq!r} is not a number of tokens.",
+            f"{seq!r} is not a possible number of tokens.",
             f"Give a number of tokens from 1 to {LONGEST_SEQLEN:,}, such as 16384 or 128k "
             "(131,072).",
         )

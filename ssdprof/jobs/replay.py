@@ -231,7 +231,8 @@ class Replay:
         cast_to: DType | None,
         watcher: Watcher,
     ) -> None:
-        """On a GPU, measures its ceilings, unless the report has them.
+        """On a GPU, measures its ceilings, unless the report has them, writes the ceilings and the
+        clocks to the report, and begins to observe the peak of memory anew.
 
         planner: gives the cases of a call.  cast_to: the dtype to which inputs are cast; None: they
         stay as captured.
@@ -365,9 +366,8 @@ class Replay:
         # neither cast, nor a rank's share, nor drafted tokens alone
         unchanged = inputs is captured.inputs
         if captured.served and unchanged:
-            model = self._writer.report.model
             _, baseline_precision, _ = plans[0]
-            implementation, precision = served(captured, model.model_type if model else "")
+            implementation, precision = served(captured)
             plans.append((implementation, precision, baseline_precision))
         prompt_seqlen = dims.seqlen
         prompt_batch = dims.batch
@@ -458,11 +458,10 @@ class Replay:
             self._writer.case(entry.case.changed(status=status, reason=f"in its trace: {reason}"))
 
 
-def served(captured: CapturedLayer, server: str) -> tuple[Implementation, Precision]:
+def served(captured: CapturedLayer) -> tuple[Implementation, Precision]:
     """An implementation that returns the output that a server recorded, and its precision, which
-    says the dtype of its states.
-
-    server: the name of the server, which reports show as the version.
+    says the dtype of its states.  It has no version: the header of the report says by what the
+    calls were recorded.
     """
     assert captured.served
     out, final_states = captured.served
@@ -471,13 +470,12 @@ def served(captured: CapturedLayer, server: str) -> tuple[Implementation, Precis
         return kernels.Output(out.clone(), final_states.clone())
 
     def plan(_inputs: object, _precision: object) -> Plan:
-        return Plan(variant="served", launches=0, reason=server)
+        return Plan(variant="served", launches=0)
 
     implementation = Implementation(
         operator=captured.layer.operator,
         name="served",
         kind="served",
-        version=server,
         run=run,
         plan=plan,
         keeps=lambda _inputs: True,

@@ -144,7 +144,7 @@ def _exact(operator: Operator, inputs: Inputs, marks: Sequence[int]) -> Iterator
     """
     tensors = operator.binding.positional(inputs)
     states = inputs.initial
-    block = block_length(operator.oracle, inputs, inputs.device)  # in positions
+    block = block_length(operator.oracle, inputs)  # in positions
     for start, stop in pairwise((0, *marks)):
         tokens = {name: tensor[:, start:stop] for name, tensor in tensors.items()}
         piece = replace(inputs, **tokens).after(states)

@@ -292,7 +292,8 @@ def find_to_replay(request: declared.RunOptions) -> Target | Stored:
         )
     if _model_options(request) - {"model", "layers"} or request.save_captures:
         raise BadInputError(
-            f"{folder} holds stored captures: their model, prompt and segments cannot be changed.",
+            f"{folder} holds stored captures: their model, prompt and segments cannot be changed, "
+            "and they are not stored again.",
             "--layers is the only model option that applies to stored captures.",
         )
     manifest = read_manifest(folder)

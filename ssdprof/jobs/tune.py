@@ -384,8 +384,8 @@ class _Trials:
         input and could be timed on all inputs.  All cases are kept in `cases`.
         """
         comparer = replace(self._comparer, sampling=plan, process=str(next(self._turns)))
-        right = self.passing(list(dict.fromkeys(configs)))
-        timed: dict[Config, list[Case]] = {config: [] for config in right}
+        passing = self.passing(list(dict.fromkeys(configs)))
+        timed: dict[Config, list[Case]] = {config: [] for config in passing}
         for committed_case, inputs in zip(self.problem.cases, self.problem.inputs, strict=True):
             entries = {config: self.entry(config, committed_case, inputs) for config in timed}
             verdicts = {

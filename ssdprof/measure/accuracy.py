@@ -11,9 +11,8 @@ must hold, with eps the relative error of the coarsest rounding on the way (`coa
 (`FLUSHED`, the smallest normal fp32 number, is added in the brackets, so that zeros have a budget.)
 The error of a single `lo` may be small by chance, so the largest error of several ones counts: the
 plain ones, of which some have shorter chunks, and "draws", in which every operand has a random
-error.  docs/measuring.md
-says why.  All tensors are compared in blocks of positions, so that only the outputs under test are
-ever in memory as a whole, in their own dtype.
+error.  docs/measuring.md says why.  All tensors are compared in blocks of positions, so that only
+the outputs under test are ever in memory as a whole, in their own dtype.
 
 Sums and comparisons are in fp64.  A difference of two fp32, fp16 or bf16 numbers is then exact
 unless their exponents are more than 29 binary digits apart, so the comparator's own rounding does
@@ -29,7 +28,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -55,9 +54,13 @@ _COARSE = (torch.bfloat16, torch.float16)
 _FINE_DRAWS = 8  # draws of `lo` for fp32 inputs; 16-bit inputs have `DRAWS`
 # memory for one block and the tensors that are computed from it, by type of device
 _WORKING_BYTES = {"cuda": 5 << 30, "cpu": 256 << 20}
-# positions of the longest block; on a GPU there is then room for all draws at once
+# Positions of the longest block.  On a GPU more draws fit beside a shorter block and are made at
+# once: of 12 for 8,192 tokens, with 1,024 positions 6 for mamba2-2.7b and for Kimi Linear, and 12
+# for Qwen3-Next; with 2,048 positions 3, 4 and 6.
 _LONGEST_BLOCK = {"cuda": 1024, "cpu": 2048}
-_SHORT = 16  # tokens of a sequence up to which draws are evaluated at once on a CPU
+# tokens of a sequence, for packed ones their average, up to which draws are evaluated at once on a
+# CPU
+_SHORT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class Candidate:
 
     output: Output
     precision: Precision
-    baseline: Any = None
+    baseline: Hashable | None = None
     name: str = ""
     cuts: bool = False
 
@@ -95,8 +98,7 @@ def compare(
 ) -> dict[K, tuple[Accuracy, ...]]:
     """The accuracy of out and final_states of every candidate, in one pass over the oracle.
 
-    candidates: by keys of the caller, which the result has, too.
-        There is at least one.
+    candidates: by keys of the caller, which the result has, too.  There is at least one.
     on_progress: called with the number of positions done since the last call; there are b * l.
 
     Raises ValueError if a candidate's tensors lack the shape, dtype or device of the operator's
@@ -108,7 +110,8 @@ def compare(
     for block in comparison.blocks():
         comparison.add(block)
         if on_progress is not None:
-            on_progress(block[0].length)
+            span, *_ = block
+            on_progress(span.length)
     return comparison.results()
 
 
@@ -124,7 +127,7 @@ class _Comparison(Generic[K]):
         self._operator = operators.get(inputs.operator)
         self._oracle = oracle = self._operator.oracle
         self._out = oracle.forms(inputs)[0]
-        self._length = block_length(oracle, inputs, inputs.device)
+        self._length = block_length(oracle, inputs)
         coarse = self._out.dtype in _COARSE
         count = DRAWS if coarse else _FINE_DRAWS
         self._together = _drawn_together(self._operator, inputs, self._length, count)
@@ -261,10 +264,12 @@ class _TensorSums(Generic[K]):
         self._floor = deviation(ORACLE)
         self._from_oracle = {key: deviation(ORACLE) for key in candidates}
         self._from_baseline: dict[K, RunningDeviation] = {}
+        names: dict[Hashable, str] = {
+            key: candidate.name or str(key) for key, candidate in candidates.items()
+        }
         for key, candidate in candidates.items():
             if candidate.baseline is not None:
-                baseline_name = candidates[candidate.baseline].name or str(candidate.baseline)
-                self._from_baseline[key] = deviation(baseline_name)
+                self._from_baseline[key] = deviation(names[candidate.baseline])
         self._rounding_tests = RoundingTests(
             self.shape[1] if name == "out" else None, tested=coarse, plain_count=plain_count
         )
@@ -284,17 +289,19 @@ class _TensorSums(Generic[K]):
             for dtype in _COARSE:
                 self._fits_oracle[dtype] &= _fits(floor, dtype)
         self._floor.add(floor.double(), high, region)
-        blocks = {key: region.cut(tensor) for key, tensor in self._tensors.items()}
+        blocks: dict[Hashable, Tensor] = {
+            key: region.cut(tensor) for key, tensor in self._tensors.items()
+        }
         start = region.positions[0] if region.positions else 0
         errors = {null: (form - high for form in forms) for null, forms in rounded.items()}
         self._rounding_tests.add(
             high, floor.double(), dict(enumerate(blocks.values())), errors, start, region.origin
         )
-        for key, block in blocks.items():
-            self._from_oracle[key].add(block, high, region)
-            baseline = self._candidates[key].baseline
-            if baseline is not None:
-                self._from_baseline[key].add(block, blocks[baseline], region)
+        for key, candidate in self._candidates.items():
+            self._from_oracle[key].add(blocks[key], high, region)
+            if candidate.baseline is not None:
+                baseline_block = blocks[candidate.baseline]
+                self._from_baseline[key].add(blocks[key], baseline_block, region)
 
     def result(self, key: K, eps: Tensor, unit: float) -> Accuracy:
         """The accuracy of one candidate's tensor.  Waits for the device.
@@ -399,13 +406,14 @@ def check_output(output: Output, inputs: Inputs) -> None:
             )
 
 
-def block_length(oracle: OracleSpec, inputs: Inputs, device: torch.device) -> int:
+def block_length(oracle: OracleSpec, inputs: Inputs) -> int:
     """Positions per block of the oracle: whole chunks, at least one, as many as `_LONGEST_BLOCK`
     and `_WORKING_BYTES` allow.
     """
     chunk = oracle.chunk_size(inputs)
-    fitting = _WORKING_BYTES[device.type] // oracle.bytes_per_position(inputs)
-    length: int = max(chunk, min(fitting, _LONGEST_BLOCK[device.type]) // chunk * chunk)
+    device = inputs.device.type
+    fitting = _WORKING_BYTES[device] // oracle.bytes_per_position(inputs)
+    length: int = max(chunk, min(fitting, _LONGEST_BLOCK[device]) // chunk * chunk)
     return length
 
 
@@ -422,7 +430,7 @@ def _drawn_together(operator: Operator, inputs: Inputs, block: int, count: int) 
     if not operator.divided or (device == "cpu" and inputs.length > _SHORT * sequences):
         return 1
     needed = operator.oracle.bytes_per_position(inputs) * min(block, inputs.length)
-    # a rounded form takes at most a third of the memory of a block of the oracle
+    # a rounded form takes about a third of the memory of a block of the oracle, or less
     fitting = max(1, 3 * _WORKING_BYTES[device] // needed)
     divisors = [number for number in range(1, count + 1) if count % number == 0]
     return max(number for number in divisors if number <= fitting)
@@ -610,7 +618,7 @@ def unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 def oracle_output(inputs: Inputs) -> Output:
     """The oracle's output: `out` in the dtype of the operator's output, final states in fp32."""
     oracle = operators.get(inputs.operator).oracle
-    blocks = oracle.blocks(inputs, block=block_length(oracle, inputs, inputs.device))
+    blocks = oracle.blocks(inputs, block=block_length(oracle, inputs))
     return joined(inputs, blocks, inputs.values.dtype, torch.float32)
 
 

@@ -184,7 +184,7 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
         out[span.batch, start.start : start.stop][None],
         states[rows_of_states(inputs, span)][-1:],
     )
-    blocks = oracle.blocks(part, block=block_length(oracle, part, part.device))
+    blocks = oracle.blocks(part, block=block_length(oracle, part))
     exact = joined(part, blocks, torch.float64, torch.float64)[index][-1:]
 
     def errors(rounded: Output) -> Tensor:

@@ -12,7 +12,7 @@ from ssdprof.operators import fla, generate
 from ssdprof.operators.definition import states_in
 from ssdprof.operators.gdn_inputs import GENERATOR
 from ssdprof.operators.gdn_oracle import ORACLE, SIZE_WORDS
-from ssdprof.operators.generate import Library, installed
+from ssdprof.operators.generate import Library, installed_library
 from ssdprof.operators.late import deferred, lazy, packages, torch
 from ssdprof.operators.operator import (
     BoundCall,
@@ -153,8 +153,8 @@ def fla_libraries(operator: str) -> dict[str, Library]:
         return adapters.load_fla_recurrent(fla.imported(adapters.FLA[operator]), operator)
 
     return {
-        "fla": installed(fla.PACKAGE, load, states_as_inputs),
-        "fla_recurrent": installed(fla.PACKAGE, load_recurrent, exact_fp32),
+        "fla": installed_library(fla.PACKAGE, load, states_as_inputs),
+        "fla_recurrent": installed_library(fla.PACKAGE, load_recurrent, exact_fp32),
     }
 
 
@@ -177,7 +177,7 @@ def of_transformers(operator: str) -> dict[str, Library]:
     load_with_fla = deferred(load, operator, "fla")
     return {
         "model": generate.model(load, operator),
-        "model:installed": installed(
+        "model:installed": installed_library(
             fla.PACKAGE, load_with_fla, states_as_inputs, version=version_with_fla
         ),
     }
@@ -186,9 +186,13 @@ def of_transformers(operator: str) -> dict[str, Library]:
 _FLASHINFER = "flashinfer-python"
 LIBRARIES = {
     **fla_libraries("gdn"),
-    "flash_qla": installed("flash-qla", deferred("gdn.adapters:load_flash_qla"), exact_fp32),
-    "flashinfer": installed(_FLASHINFER, deferred("gdn.adapters:load_flashinfer"), exact_fp32),
-    "flashinfer_mtp": installed(
+    "flash_qla": installed_library(
+        "flash-qla", deferred("gdn.adapters:load_flash_qla"), exact_fp32
+    ),
+    "flashinfer": installed_library(
+        _FLASHINFER, deferred("gdn.adapters:load_flashinfer"), exact_fp32
+    ),
+    "flashinfer_mtp": installed_library(
         _FLASHINFER, deferred("gdn.adapters:load_flashinfer_mtp"), exact_fp32
     ),
     **of_servers("gdn"),

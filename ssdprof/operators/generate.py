@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ssdprof.kernels.inputs import Inputs
+    from ssdprof.kernels.precision import Precision
 
 MOST_STEP_TOKENS = 32  # longest sequences, in tokens, on which token-by-token implementations run
 SEED = 0  # of random inputs, so that every run has the same; `states` takes the next number
@@ -139,10 +140,10 @@ class Library:
     needs_gpu: bool = True
 
 
-def installed(
+def installed_library(
     package: str,
     load: Callable[[], Implementation],
-    precisions: Callable[[Any], tuple[Any, ...]],
+    precisions: Callable[[InputDType], tuple[Precision, ...]],
     *,
     version: Callable[[], str] | None = None,
     needs_gpu: bool = True,
@@ -157,7 +158,7 @@ def installed(
     """
 
     def load_installed(_checkout: Path | None) -> Implementation:
-        version_text = packages.package_version(package) if version is None else version()
+        version_text = version() if version else packages.package_version(package)
         return replace(load(), version=version_text, precisions=precisions)
 
     return Library(
@@ -169,7 +170,7 @@ def installed(
 
 
 def of_servers(
-    load: str, precisions: Callable[[Any], tuple[Any, ...]], *arguments: str
+    load: str, precisions: Callable[[InputDType], tuple[Precision, ...]], *arguments: str
 ) -> dict[str, Library]:
     """Two kernels of each of vLLM and SGLang, by name: "vllm" for prompts, at these precisions, and
     "vllm_step" for steps on a pool, with fp32 states.
@@ -180,8 +181,8 @@ def of_servers(
     for package in ("vllm", "sglang"):
         step = f"{package}_step"
         load_prompts = deferred(load, package, *arguments)
-        libraries[package] = installed(package, load_prompts, precisions)
-        libraries[step] = installed(package, deferred(load, step, *arguments), exact_fp32)
+        libraries[package] = installed_library(package, load_prompts, precisions)
+        libraries[step] = installed_library(package, deferred(load, step, *arguments), exact_fp32)
     return libraries
 
 
@@ -194,7 +195,7 @@ def model(load: str, *arguments: str) -> Library:
     def version() -> str:
         return f"transformers {packages.package_version('transformers')}"
 
-    return installed(
+    return installed_library(
         "transformers", deferred(load, *arguments), exact_fp32, version=version, needs_gpu=False
     )
 

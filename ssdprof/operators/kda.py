@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ssdprof import kernels
 from ssdprof.operators import gdn, gdn_inputs, generate
-from ssdprof.operators.generate import installed
+from ssdprof.operators.generate import installed_library
 from ssdprof.operators.kda_inputs import WAYS, draw, edges, histories
 from ssdprof.operators.kda_oracle import ORACLE
 from ssdprof.operators.late import deferred, lazy, packages
@@ -52,14 +52,16 @@ BINDING: CallBinding[kernels.KDAInputs] = CallBinding(
 
 LIBRARIES = {
     **gdn.fla_libraries("kda"),
-    "flash_kda": installed(
+    "flash_kda": installed_library(
         "git+https://github.com/MoonshotAI/FlashKDA",
         deferred("gdn.adapters:load_flash_kda"),
         states_as_inputs,
         version=lambda: packages.package_version("flash_kda"),
     ),
     **gdn.of_servers("kda"),
-    "cudnn": installed("nvidia-cudnn-frontend", deferred("gdn.adapters:load_cudnn"), exact_fp32),
+    "cudnn": installed_library(
+        "nvidia-cudnn-frontend", deferred("gdn.adapters:load_cudnn"), exact_fp32
+    ),
     **gdn.of_transformers("kda"),
 }
 

@@ -12,7 +12,7 @@ from ssdprof import kernels
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators import generate
 from ssdprof.operators.definition import Definition, states_in
-from ssdprof.operators.generate import InputDType, Library, installed
+from ssdprof.operators.generate import InputDType, Library, installed_library
 from ssdprof.operators.late import deferred, lazy, torch
 from ssdprof.operators.operator import BoundCall, CallBinding, Operator, Stages, computed, from_call
 from ssdprof.operators.ssd_inputs import GENERATOR, SIZE_WORDS
@@ -236,13 +236,13 @@ def _fork_precisions(dtype: InputDType) -> tuple[kernels.Precision, ...]:
 
 
 LIBRARIES = {
-    "mamba_ssm": installed(
+    "mamba_ssm": installed_library(
         _MAMBA,
         deferred("ssd.adapters:load_mamba_ssm"),
         _mamba_ssm_precisions,
         version=_MAMBA_VERSION,
     ),
-    "selective_state_update": installed(
+    "selective_state_update": installed_library(
         _MAMBA,
         deferred("ssd.servers:load", "selective_state_update"),
         exact_fp32,

@@ -144,7 +144,9 @@ def _activation(arguments: Arguments, per_channel: bool) -> Activate:
 
 
 def _lower_bound(arguments: Arguments) -> float | None:
-    """The lower bound of KDA's g, if its gate is raw.  None if g has none."""
+    """The lower bound of KDA's g for a raw gate, from `lower_bound` and `bounded` in `places.py`;
+    None if it has none.
+    """
     lower_bound: float | None = arguments.get("lower_bound")
     if "bounded" not in arguments:
         return lower_bound
@@ -159,8 +161,9 @@ def _activated_gate(
     """g (B, T, HV) or (B, T, HV, K), fp32, from the gate before its activation, as `raw_gate` and
     `lower_bound` in `places.py` say.
 
-    weights: A_log, with HV numbers, and dt_bias, with HV or HV K numbers, in any shape.  Each
-        counts as 0 if it is missing.
+    weights: A_log, with HV numbers, and dt_bias, with as many numbers as the gate has for a token:
+        HV for a gate (B, T, HV), HV K for one (B, T, HV, K).  Both may have any shape, and count as
+        0 if they are missing.
     """
     gate = gate.float()
     if "dt_bias" in weights:

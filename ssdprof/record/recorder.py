@@ -364,7 +364,9 @@ class Recorder:
         the calls take at most half of what is not the program's.
 
         One half of these bytes is for the rings, the other for the queue.  A call in the queue
-        holds twice its size: the copies, and the tensors that were copied.
+        holds twice its size: the copies, and the tensors that were copied.  If the process uses
+        several GPUs, rings and queue hold the calls of all of them, and their limits are those of
+        the GPU whose memory was queried last.
         """
         if time.monotonic() < self._next_query_s:
             return

@@ -247,21 +247,29 @@ def _tensor_work(kernel: RawKernel, pipe_pct: float | None) -> tuple[float | Non
     for name in kernel.metrics:
         count = kernel.number(name)
         if name.startswith(_TENSOR_OPS) and name.endswith(".sum") and count is not None:
-            flops_of_types[name.removesuffix(".sum")] = count
+            flops_of_types[name] = count
     if not flops_of_types:
         return None, None
     flops = sum(flops_of_types.values())
     most_used = max(flops_of_types, key=flops_of_types.__getitem__)
-    peak = kernel.number(f"{most_used}.sum.peak_sustained_elapsed.per_second")
+    peak = kernel.number(f"{most_used}.peak_sustained_elapsed.per_second")
     if peak is None:
-        per_cycle = kernel.number(f"{most_used}.sum.peak_sustained")
-        peak = _product(per_cycle, kernel.number("sm__cycles_elapsed.avg.per_second"))
-    peak_pct = kernel.number(f"{most_used}.sum.pct_of_peak_sustained_elapsed")
-    if not (peak and peak_pct and pipe_pct):
+        peak = _product(
+            kernel.number(f"{most_used}.peak_sustained"),
+            kernel.number("sm__cycles_elapsed.avg.per_second"),
+        )
+    shares_pct = [
+        kernel.number(f"{name}.pct_of_peak_sustained_elapsed")
+        for name, count in flops_of_types.items()
+        if count
+    ]
+    # the operations of each type are a share of its own peak, and pipe_pct counts the cycles of all
+    used_pct = sum(filter(None, shares_pct))
+    if None in shares_pct or not (peak and used_pct and pipe_pct):
         return flops, None
-    # pipe_pct / peak_pct is about 1 if ncu's peak is the dense one, and about 2 if it is that of
-    # sparse operands, which is twice the dense one
-    if pipe_pct / peak_pct > 1.5:
+    # pipe_pct / used_pct is about 1 if ncu's peaks are the dense ones, and about 2 if they are
+    # those of sparse operands, which are twice the dense ones
+    if pipe_pct / used_pct > 1.5:
         peak /= 2
     return flops, peak * 1e-12
 
@@ -271,10 +279,10 @@ def _fp32_flops(kernel: RawKernel) -> float | None:
     ncu did not collect them.
     """
     cycles = kernel.number("smsp__cycles_elapsed.avg", "sm__cycles_elapsed.avg")
-    total = 0.0
     if cycles is None:
         per_ns = _product(kernel.number("smsp__cycles_elapsed.avg.per_second"), 1e-9)
         cycles = _product(per_ns, kernel.number(*_DURATION))
+    total = 0.0
     for name, operations in (("fadd", 1), ("fmul", 1), ("ffma", 2)):
         rate = kernel.number(
             f"smsp__sass_thread_inst_executed_op_{name}_pred_on.sum.per_cycle_elapsed"

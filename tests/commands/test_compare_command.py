@@ -143,7 +143,7 @@ def test_what_is_refused(words, complaint):
 def test_a_suffix_without_a_format_is_refused(words, file, named):
     refused = ending(2, f"{words} -o {file}")
     assert refused.out == ""
-    assert f"{file}: no format has the suffix {Path(file).suffix}." in refused.err
+    assert f"{file}: no possible format has the suffix {Path(file).suffix}." in refused.err
     assert f"End the name with one of {named}" in refused.err
     assert not Path(file).exists()
     passing(f"{words} -o {file} --format markdown")

@@ -178,7 +178,7 @@ def test_a_further_process_repeats_the_command_of_the_report(monkeypatch, tmp_pa
 def test_a_further_process_that_fails_leaves_the_report_incomplete(capsys):
     command = ("ssdprof", "bench", "ssd", "--shape", "4x16x16x1", "--seq", "nothing")
     report = benched(*cells(36), processes=2, command=command)
-    assert "error: 'nothing' is not a number of tokens" in capsys.readouterr().err
+    assert "error: 'nothing' is not a possible number of tokens" in capsys.readouterr().err
     assert (report.complete, {case.result for case in report.cases}) == (False, {"passed"})
 
 

@@ -189,11 +189,8 @@ def test_the_products_stay_fp32_when_the_process_allows_tf32():
 
 def test_wide_states_are_judged_in_shorter_blocks():
     def length(n: int) -> int:
-        x, B, dt = (
-            torch.empty(1, 1, *of, device="meta").expand(1, 4096, *of)
-            for of in ((8, 64), (1, n), (8,))
-        )
+        x, B, dt = (torch.empty(1, 1, *of).expand(1, 4096, *of) for of in ((8, 64), (1, n), (8,)))
         inputs = SSDInputs.unchecked(x=x, dt=dt, A=dt[0, 0], B=B, C=B, chunk_size=64)
-        return block_length(operators.get("ssd").oracle, inputs, torch.device("cpu"))
+        return block_length(operators.get("ssd").oracle, inputs)
 
     assert 64 <= length(256) < length(16)

@@ -239,11 +239,14 @@ def store_state(ptr, tile, m_state, state, S: tl.constexpr):
 def hand_over_state(
     states_ptr, tile, m_state, flag_ptr, entering, added, decay_log2, S: tl.constexpr
 ):
-    """Stage 3: overwrite the state that entered the segment with the state that leaves it, and
-    count the segment in the flag.
+    """Stage 3: store the state that leaves the segment in the place of the one that the preceding
+    segment stored there, and count the segment in the flag.
 
-    states_ptr, tile, m_state: where the state is, and its mask.  flag_ptr: where segments count.
-    entering: the state that entered.  added: the state that the segment adds.  decay_log2: log2 of
+    states_ptr, tile, m_state: where states are handed over, and their mask.
+    flag_ptr: where the segments of the sequence that have handed over their states are counted.
+    entering: the state that entered the segment.  Of the first segment it is zeros or the caller's
+        initial state, which was not at states_ptr.
+    added: the state that the segment adds.  decay_log2: log2 of
         the segment's decay
     """
     decay = decay_exp2(decay_log2)
