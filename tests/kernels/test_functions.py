@@ -345,7 +345,7 @@ def test_fla_drop_in(function):
 def test_kda_drop_in_takes_hints():
     inputs = KDA["batch"].inputs(initial_state=None)
     hints = dict(safe_gate=True, lower_bound=-5.0, disable_recompute=True, cu_seqlens_cpu=None)
-    hints |= dict(chunk_size=32, A_log=None, use_graph=True, max_num_seqs=8, allow_neg_eigval=True)
+    hints |= dict(chunk_size=32, A_log=None, use_graph=True, max_num_seqs=8)
     assert torch.equal(fla(inputs, chunk_kda, **hints)[0], CHANNELS(inputs).out)
 
 
@@ -354,7 +354,7 @@ def test_kda_drop_in_takes_raw_gates_and_betas(bounded):
     """A bounded gate needs no A_log, an unbounded one no dt_bias."""
     raw = KDA["batch"].but(gates="raw, bounded" if bounded else "raw").inputs()
     gate = dict(lower_bound=-5.0, dt_bias=raw.dt_bias.flatten()) if bounded else {}
-    gate |= {} if bounded else dict(A_log=raw.A_log)
+    gate |= {} if bounded else dict(A_log=raw.A_log[:, None])
     absent = "A_log" if bounded else "dt_bias"
     options = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
     out, _ = fla(raw, chunk_kda, **options, **gate)
@@ -363,10 +363,12 @@ def test_kda_drop_in_takes_raw_gates_and_betas(bounded):
     assert torch.equal(out, CHANNELS(plain).out)
 
 
-def test_raw_gates_need_a_rate():
+def test_raw_gates_need_a_rate_and_negative_eigenvalues_logits():
     inputs = KDA["batch"].inputs()
-    with pytest.raises(ValueError, match="A_log or lower_bound"):
-        fla(inputs, chunk_kda, use_gate_in_kernel=True)
+    messages = {"use_gate_in_kernel": "A_log or lower_bound", "allow_neg_eigval": "beta_sigmoid"}
+    for option, message in messages.items():
+        with pytest.raises(ValueError, match=message):
+            fla(inputs, chunk_kda, **{option: True})
     for message, gate in ("need A_log", {"lower_bound": -5.0}), ("shape", {"A_log": torch.ones(7)}):
         with pytest.raises(ValueError, match=message):
             CHANNELS(inputs, **gate)

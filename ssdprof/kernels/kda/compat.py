@@ -40,13 +40,15 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention: (out, final_state), with the state None without output_final_state.
 
-    use_gate_in_kernel: g has raw gates (`RawKDAInputs`), with the keywords A_log (HV), which may be
-        absent if lower_bound is given and then is 0, and dt_bias (HV * K), 0 if absent.
-    use_beta_sigmoid_in_kernel: beta is a logit; allow_neg_eigval: then it is up to 2.
+    use_gate_in_kernel: g has raw gates (`RawKDAInputs`), with the keywords A_log and dt_bias of HV
+        and of HV * K elements in any shape.  dt_bias is 0 if absent, and so is A_log, which may be
+        absent if lower_bound is given.
+    use_beta_sigmoid_in_kernel: beta is a logit; allow_neg_eigval, only with it: of up to 2.
 
     safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and chunk_size have no
     effect.  Raises UnsupportedError for return_intermediate_states, cp_context, A_log or dt_bias
-    without raw gates, ValueError for raw gates without a rate, and TypeError for unknown keywords.
+    without raw gates, ValueError for raw gates without a rate and for allow_neg_eigval without
+    logits, and TypeError for unknown keywords.
     """
     del safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
     kwargs.pop("chunk_size", None)
@@ -58,6 +60,8 @@ def chunk_kda(
         return_intermediate_states=return_intermediate_states,
         cp_context=cp_context,
     )
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel; else pass 2 * beta")
     if use_beta_sigmoid_in_kernel:
         beta = beta.float().sigmoid() * (2.0 if allow_neg_eigval else 1.0)
     if use_gate_in_kernel:
@@ -82,7 +86,7 @@ def _raw_gate(
     if A_log is None:
         if lower_bound is None:
             raise ValueError("use_gate_in_kernel needs A_log or lower_bound")
-        A_log = torch.zeros(g.shape[2], device=g.device)
-    if dt_bias is not None:
-        dt_bias = dt_bias.view(g.shape[2:])
-    return dict(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
+        A_log = torch.zeros(g.shape[2:3], device=g.device)
+    if dt_bias is not None and dt_bias.numel() == g.shape[2:].numel():
+        dt_bias = dt_bias.reshape(g.shape[2:])
+    return dict(A_log=A_log.flatten(), dt_bias=dt_bias, lower_bound=lower_bound)
