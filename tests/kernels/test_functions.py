@@ -372,6 +372,8 @@ def test_raw_gates_need_a_rate_and_negative_eigenvalues_logits():
     for message, gate in ("need A_log", {"lower_bound": -5.0}), ("shape", {"A_log": torch.ones(7)}):
         with pytest.raises(ValueError, match=message):
             CHANNELS(inputs, **gate)
+    with pytest.raises(ValueError, match="needs dt_bias"):
+        RawKDAInputs(**vars(inputs), A_log=torch.zeros(2))
 
 
 def test_fla_drop_in_takes_hints():
