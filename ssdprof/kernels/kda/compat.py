@@ -2,6 +2,7 @@
 needs to change one import only.
 
 Shapes are those of `kda_fused`.  A g above 0 counts as 0; in fla it makes the state grow.
+safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and chunk_size have no effect.
 """
 
 from typing import Any
@@ -41,14 +42,11 @@ def chunk_kda(
     """Kimi Delta Attention: (out, final_state), with the state None without output_final_state.
 
     use_gate_in_kernel: g has raw gates (`RawKDAInputs`), with the keywords A_log and dt_bias of HV
-        and of HV * K elements in any shape.  dt_bias is 0 if absent, and so is A_log, which may be
-        absent if lower_bound is given.
-    use_beta_sigmoid_in_kernel: beta is a logit; allow_neg_eigval, only with it: of up to 2.
+        and HV * K elements in any shape, each 0 if absent; without lower_bound A_log is needed.
+    use_beta_sigmoid_in_kernel: beta is a logit; allow_neg_eigval: then it is up to 2.
 
-    safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and chunk_size have no
-    effect.  Raises UnsupportedError for return_intermediate_states, cp_context, A_log or dt_bias
-    without raw gates, ValueError for raw gates without a rate and for allow_neg_eigval without
-    logits, and TypeError for unknown keywords.
+    Raises UnsupportedError for return_intermediate_states, cp_context, and options without the one
+    that they need, ValueError for raw gates without a rate, and TypeError for other keywords.
     """
     del safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
     kwargs.pop("chunk_size", None)
@@ -59,9 +57,8 @@ def chunk_kda(
         {} if use_gate_in_kernel else gate,
         return_intermediate_states=return_intermediate_states,
         cp_context=cp_context,
+        allow_neg_eigval=allow_neg_eigval and not use_beta_sigmoid_in_kernel,
     )
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError("allow_neg_eigval needs use_beta_sigmoid_in_kernel; else pass 2 * beta")
     if use_beta_sigmoid_in_kernel:
         beta = beta.float().sigmoid() * (2.0 if allow_neg_eigval else 1.0)
     if use_gate_in_kernel:
