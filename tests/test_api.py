@@ -18,6 +18,7 @@ from ssdprof.errors import BadInputError, SsdprofError
 from ssdprof.jobs import options
 from ssdprof.jobs.target import captures_of
 from ssdprof.kernels import registry
+from ssdprof.kernels.kda.inputs import RawKDAInputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.progress import Watcher
 
@@ -216,7 +217,7 @@ def test_what_cannot_be_compared_is_refused(inputs):
         ("^implementations must be", [], {}),
         ("^implementations must be", "fused", {}),
         ("^implementations has 'int'", [1], {}),
-        ("^inputs is 'str'", [right], {"inputs": "x"}),
+        ("^inputs is 'RawKDAInputs'", [right], {"inputs": RawKDAInputs.unchecked()}),
         ("--laws", [right], {"laws": None}),
         ("^smallest_difference is", [right], {"smallest_difference": 0.01}),
     ):

@@ -126,17 +126,20 @@ def _causal(
     """The result of `evaluate`, in which no NaN reaches earlier positions.
 
     Inside a chunk it would: the causal mask multiplies later positions by zero.  If out is not
-    finite, the span is evaluated again in pieces.  A new one begins at each position with NaN or
-    infinity in an input that follows a position without them.  Waits for the device.
+    finite, the span is evaluated again in pieces.  A new one begins at each position where an
+    element of an input is NaN or infinite that is finite at the position before.  An infinite g
+    counts as finite, because its decay is 0 or 1.  Waits for the device.
     """
     out, state_after = evaluate(inputs, span, dtype, state)
     if bool(out.isfinite().all()):
         return out, state_after
-    faulty = torch.zeros(span.length, dtype=torch.bool, device=inputs.device)
+    is_new = torch.zeros(span.length - 1, dtype=torch.bool, device=inputs.device)
     for name, tensor in inputs.tensors.items():
         if tensor.ndim > 2 and name != inputs.STATES:  # (b, l, ...)
-            faulty |= ~span.of(tensor).isfinite().flatten(1).all(1)
-    begins = (faulty[1:] & ~faulty[:-1]).nonzero()[:, 0] + span.start + 1
+            rows = span.of(tensor).flatten(1)
+            faulty = rows.isnan() if name == "g" else ~rows.isfinite()
+            is_new |= (faulty[1:] & ~faulty[:-1]).any(1)
+    begins = is_new.nonzero()[:, 0] + span.start + 1
     pieces = []
     for start, stop in pairwise([span.start, *begins.tolist(), span.stop]):
         piece, state = evaluate(inputs, replace(span, start=start, stop=stop), dtype, state)

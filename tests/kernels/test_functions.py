@@ -302,7 +302,7 @@ def test_mamba_drop_in():
     assert torch.equal(mamba(inputs), expected.out)
     assert_bitwise(mamba(inputs, return_final_states=True), expected)
     for name in ("seq_idx", "cu_seqlens", "return_varlen_states"):
-        value = True if name == "return_varlen_states" else torch.zeros(2, dtype=torch.int32)
+        value = True if name == "return_varlen_states" else torch.zeros(2)
         with pytest.raises(UnsupportedError, match=f"no {name}"):
             mamba(inputs, **{name: value})
 
@@ -344,8 +344,16 @@ def test_fla_drop_in(function):
 
 def test_kda_drop_in_takes_hints():
     inputs = KDA["batch"].inputs(initial_state=None)
-    hints = dict(safe_gate=True, lower_bound=-5.0, disable_recompute=True, cu_seqlens_cpu=None)
-    hints |= dict(chunk_size=32, A_log=None, use_graph=True, max_num_seqs=8, allow_neg_eigval=True)
+    hints = dict(
+        safe_gate=True,
+        lower_bound=-5.0,
+        disable_recompute=True,
+        cu_seqlens_cpu=None,
+        chunk_size=32,
+        A_log=None,
+        use_graph=True,
+        max_num_seqs=8,
+    )
     assert torch.equal(fla(inputs, chunk_kda, **hints)[0], CHANNELS(inputs).out)
 
 
@@ -353,9 +361,9 @@ def test_kda_drop_in_takes_hints():
 def test_kda_drop_in_takes_raw_gates_and_betas(bounded):
     """A bounded gate needs no A_log, an unbounded one no dt_bias."""
     raw = KDA["batch"].but(gates="raw, bounded" if bounded else "raw").inputs()
-    gate = dict(lower_bound=-5.0, dt_bias=raw.dt_bias.flatten()) if bounded else {}
-    gate |= {} if bounded else dict(A_log=raw.A_log)
-    absent = "A_log" if bounded else "dt_bias"
+    gate, absent = dict(A_log=raw.A_log[:, None]), "dt_bias"
+    if bounded:
+        gate, absent = dict(lower_bound=-5.0, dt_bias=raw.dt_bias.flatten()), "A_log"
     options = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
     out, _ = fla(raw, chunk_kda, **options, **gate)
     zeros = {absent: torch.zeros_like(getattr(raw, absent))}
@@ -363,25 +371,27 @@ def test_kda_drop_in_takes_raw_gates_and_betas(bounded):
     assert torch.equal(out, CHANNELS(plain).out)
 
 
-def test_raw_gates_need_a_rate():
+def test_raw_gates_need_a_rate_and_a_bias():
     inputs = KDA["batch"].inputs()
     with pytest.raises(ValueError, match="A_log or lower_bound"):
         fla(inputs, chunk_kda, use_gate_in_kernel=True)
-    for message, gate in ("need A_log", {"lower_bound": -5.0}), ("shape", {"A_log": torch.ones(7)}):
+    for message, gate in ("need A_log", {"lower_bound": -5.0}), ("shape", {"A_log": inputs.g}):
         with pytest.raises(ValueError, match=message):
             CHANNELS(inputs, **gate)
+    with pytest.raises(ValueError, match="needs dt_bias"):
+        RawKDAInputs(**vars(inputs), A_log=inputs.g)
 
 
 def test_fla_drop_in_takes_hints():
     inputs = GDN["batch"].inputs(initial_state=None)
-    hints = {
-        "cu_seqlens_cpu": None,
-        "chunk_indices": torch.zeros(1, 2),
-        "chunk_size": 32,
-        "head_first": False,
-    }
     _, state = fla(
-        inputs, output_final_state=True, state_v_first=True, use_gate_in_kernel=False, **hints
+        inputs,
+        output_final_state=True,
+        state_v_first=True,
+        use_gate_in_kernel=False,
+        chunk_indices=torch.zeros(1, 2),
+        chunk_size=32,
+        head_first=False,
     )
     assert torch.equal(state, DELTA(inputs).final_states.mT)
 
@@ -394,9 +404,8 @@ def test_fla_drop_in_refuses_by_name(function):
     _, inputs = gdn_or_kda(function)
     others = ("return_intermediate_states",)
     if function is not chunk_kda:
-        in_kernel = "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"
-        others = ("head_first", *in_kernel)
-    for name in (*REFUSED, "cp_context", *others):
+        others = ("head_first", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+    for name in (*REFUSED, "cp_context", "allow_neg_eigval", *others):
         with pytest.raises(UnsupportedError, match=f"no {name}"):
             fla(inputs, function, **{name: REFUSED.get(name, True)})
     with pytest.raises(TypeError, match="unheard_of"):
@@ -416,21 +425,38 @@ SIGNATURES: dict[Any, dict[str, Any]] = {
         dt_limit=(0.0, float("inf")),
         return_final_states=False,
         return_varlen_states=False,
-    )
-    | dict(state_dtype=None),
+        state_dtype=None,
+    ),
     chunk_gated_delta_rule: dict.fromkeys(QKV, REQUIRED)
     | FLA_STATE
-    | dict(use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False)
     | dict(
-        cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, cp_context=None, kwargs=REQUIRED
+        use_beta_sigmoid_in_kernel=False,
+        allow_neg_eigval=False,
+        state_v_first=False,
+        cu_seqlens=None,
+        cu_seqlens_cpu=None,
+        chunk_indices=None,
+        cp_context=None,
+        kwargs=REQUIRED,
     ),
     chunk_kda: dict.fromkeys(QKV, REQUIRED)
     | FLA_STATE
-    | dict(use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False)
-    | dict(safe_gate=False, lower_bound=None, disable_recompute=False)
-    | dict(return_intermediate_states=False, state_v_first=False, cu_seqlens=None)
-    | dict(cu_seqlens_cpu=None, cp_context=None, use_graph=False, max_num_seqs=None)
-    | dict(kwargs=REQUIRED),
+    | dict(
+        use_gate_in_kernel=False,
+        use_beta_sigmoid_in_kernel=False,
+        allow_neg_eigval=False,
+        safe_gate=False,
+        lower_bound=None,
+        disable_recompute=False,
+        return_intermediate_states=False,
+        state_v_first=False,
+        cu_seqlens=None,
+        cu_seqlens_cpu=None,
+        cp_context=None,
+        use_graph=False,
+        max_num_seqs=None,
+        kwargs=REQUIRED,
+    ),
 }
 
 

@@ -83,7 +83,7 @@ two_forms = pytest.mark.parametrize(
 @two_forms
 def test_nan_does_not_reach_earlier_positions(recurrence, chunked, case):
     inputs = case.inputs()
-    inputs.values[0, [20, 70], 0, [3, 4]] = torch.nan
+    inputs.values[0, [20, 70, 71], 0, [3, 4, 5]] = torch.nan
     torch.testing.assert_close(chunked(inputs), recurrence(inputs), equal_nan=True)
 
 

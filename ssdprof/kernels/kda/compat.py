@@ -2,6 +2,7 @@
 needs to change one import only.
 
 Shapes are those of `kda_fused`.  A g above 0 counts as 0; in fla it makes the state grow.
+safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and chunk_size have no effect.
 """
 
 from typing import Any
@@ -40,13 +41,12 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention: (out, final_state), with the state None without output_final_state.
 
-    use_gate_in_kernel: g has raw gates (`RawKDAInputs`), with the keywords A_log (HV), which may be
-        absent if lower_bound is given and then is 0, and dt_bias (HV * K), 0 if absent.
+    use_gate_in_kernel: g has raw gates (`RawKDAInputs`), with the keywords A_log and dt_bias of HV
+        and HV * K elements in any shape, each 0 if absent; without lower_bound A_log is needed.
     use_beta_sigmoid_in_kernel: beta is a logit; allow_neg_eigval: then it is up to 2.
 
-    safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and chunk_size have no
-    effect.  Raises UnsupportedError for return_intermediate_states, cp_context, A_log or dt_bias
-    without raw gates, ValueError for raw gates without a rate, and TypeError for unknown keywords.
+    Raises UnsupportedError for return_intermediate_states, cp_context, and options without the one
+    that they need, ValueError for raw gates without a rate, and TypeError for other keywords.
     """
     del safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
     kwargs.pop("chunk_size", None)
@@ -57,6 +57,7 @@ def chunk_kda(
         {} if use_gate_in_kernel else gate,
         return_intermediate_states=return_intermediate_states,
         cp_context=cp_context,
+        allow_neg_eigval=allow_neg_eigval and not use_beta_sigmoid_in_kernel,
     )
     if use_beta_sigmoid_in_kernel:
         beta = beta.float().sigmoid() * (2.0 if allow_neg_eigval else 1.0)
@@ -82,7 +83,7 @@ def _raw_gate(
     if A_log is None:
         if lower_bound is None:
             raise ValueError("use_gate_in_kernel needs A_log or lower_bound")
-        A_log = torch.zeros(g.shape[2], device=g.device)
-    if dt_bias is not None:
-        dt_bias = dt_bias.view(g.shape[2:])
-    return dict(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
+        A_log = torch.zeros(g.shape[2:3], device=g.device)
+    if dt_bias is not None and dt_bias.numel() == g.shape[2:].numel():
+        dt_bias = dt_bias.reshape(g.shape[2:])
+    return dict(A_log=A_log.flatten(), dt_bias=dt_bias, lower_bound=lower_bound)

@@ -69,6 +69,8 @@ class RawKDAInputs(KDAInputs):
     def check(self) -> None:
         """Raises ValueError, naming the argument that does not fit the others."""
         super().check()
+        if self.A_log is not None and self.dt_bias is None:
+            raise ValueError("A_log needs dt_bias")
         value_heads, key_dim = self.gate_shape[2:]
         self._check("A_log", (value_heads,))
         self._check("dt_bias", (value_heads, key_dim))
