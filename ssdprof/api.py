@@ -38,8 +38,8 @@ from ssdprof.jobs import run as run_job
 from ssdprof.jobs.documents import exported, format_of
 from ssdprof.jobs.failures import load_call as load_call
 from ssdprof.jobs.replay import Planned, Replay, planned
-from ssdprof.kernels import GDNInputs, KDAInputs, SSDInputs
 from ssdprof.kernels.inputs import Inputs
+from ssdprof.kernels.kda.inputs import RawKDAInputs
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import Resolve, own_implementation, required, resolver
 from ssdprof.operators.operator import Operator
@@ -329,11 +329,11 @@ def compare(
 
 
 def _check_types(inputs: object, implementations: object) -> None:
-    """Raise BadInputError, which names the argument of `compare`, for inputs of another type, such
-    as those with raw gates, which only `kda_fused` takes, and for implementations that are no list
-    or tuple, or an empty one.
+    """Raise BadInputError, which names the argument of `compare`, for inputs that are those of no
+    operator, or have raw gates, which only `kda_fused` takes, and for implementations that are no
+    list or tuple, or an empty one.
     """
-    if type(inputs) not in (SSDInputs, GDNInputs, KDAInputs):
+    if not isinstance(inputs, Inputs) or isinstance(inputs, RawKDAInputs):
         raise BadInputError(
             f"inputs is {type(inputs).__name__!r}, not the inputs of an operator.",
             "Give an object of ssdprof.kernels.SSDInputs, GDNInputs or KDAInputs.",
