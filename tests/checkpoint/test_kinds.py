@@ -81,12 +81,12 @@ def check_loaded(folder: Path, expected: Weights, *, head: bool = False):
         assert torch.equal(weight, expected[key]), key
 
 
-PROMPT = ("--prompt", "random", "--seq", "24")
+PROMPT = "--prompt random --seq 24"
 
 
 def run(folder: Path, *options: str, code: int = 0) -> tuple[Answer, Report | None]:
-    words = (*PROMPT, "--layers", "first:1", "--dtypes", "exact", "--out", "run")
-    answer = ending(code, "run", str(folder), *words, *options)
+    words = f"{PROMPT} --layers first:1 --dtypes exact --out run"
+    answer = ending(code, f"run {folder}", words, *options)
     return answer, reports.load("run")[1] if Path("run").exists() else None
 
 
@@ -97,8 +97,8 @@ def refusal(folder: Path, *options: str, code: int = 2) -> str:
 
 def check_predictions_refused(folder: Path, words: str, code: int = 2):
     """Each command that needs the head is refused with these words."""
-    for command in (("answers",), ("run", "--decode", "1")):
-        answer = ending(code, command[0], str(folder), *PROMPT, *command[1:])
+    for command in ("answers", "run --decode 1"):
+        answer = ending(code, command, str(folder), PROMPT)
         assert words in answer.err
         assert "damaged" not in answer.err
 
@@ -385,7 +385,7 @@ def test_a_pickle_keyed_by_numbers_is_refused():
     write_original(Path(), {0: torch.ones(4), "x": torch.ones(4)}, PICKLE)
     edit_json(Path("config.json"), vocab_size=256)
     words = "holds an entry 0, which is no name of a weight"
-    assert words in refusal(Path(), "--tokenizer", "demo")
+    assert words in refusal(Path(), "--tokenizer demo")
 
 
 def test_a_model_without_a_causal_class_has_no_answers(monkeypatch):
@@ -411,8 +411,7 @@ def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight, part
         return weights
 
     rewrite(folder, broken)
-    words = (*PROMPT, "--impl", "unfused", "--dtypes", "exact")
-    answer = ending(2, "answers", str(folder), *words)
+    answer = ending(2, f"answers {folder} {PROMPT} --impl unfused --dtypes exact")
     assert f"The model's {part} NaN or infinity at position 0 with the reference itself" in (
         answer.err
     )
@@ -438,7 +437,7 @@ def test_a_tokenizer_that_is_not_read_is_named(file):
     folder = checkpoint("qwen3_5_text")
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text("")
-    answer = ending(2, "run", str(folder), "--seq", "16")
+    answer = ending(2, f"run {folder} --seq 16")
     assert f"of a kind that ssdprof does not read: {file}; it runs no remote code." in answer.err
     run(folder)  # of random tokens
 
@@ -452,7 +451,7 @@ def test_models_decode_with_parameters_in_fp32(name):
         folder,
         lambda weights: {key: w.float() if key.endswith(kept) else w for key, w in weights.items()},
     )
-    run(folder, "--decode", "2")
+    run(folder, "--decode 2")
 
 
 @pytest.mark.parametrize("head", [False, True])
@@ -470,7 +469,7 @@ def test_keys_with_foreign_prefixes_load_or_are_named(before, after, head):
     expected = loaded(folder, head=head)
     rewrite(folder, renamed(before, after))
     if head and not before:  # the head has the prefix, too
-        answer = Answer("answers", str(folder), *PROMPT, "--dry-run")
+        answer = Answer(f"answers {folder} {PROMPT} --dry-run")
         assert answer.code in (0, 2, 4)
         if answer.code:
             assert "lm_head.weight" in answer.err
@@ -492,13 +491,13 @@ def test_an_adapter_is_named_and_never_silent():
     assert "Merge it into its base model first." in error
     (Path("alone") / "adapter_config.json").write_text("{")
     (Path("alone") / "modeling.py").touch()
-    assert "alone is a LoRA adapter for another model." in Answer("capture", "alone").err
+    assert "alone is a LoRA adapter for another model." in Answer("capture alone").err
     answer, report = run(Path("qwen3_5_text"))
     words = "adapter_model.safetensors of qwen3_5_text is not applied"
     assert words in answer.err
     assert any(words in note for note in report.notes)
     rewrite(Path("qwen3_5_text"), renamed("in_proj_qkv.weight", "in_proj_qkv.base_layer.weight"))
-    answer = ending(2, "capture", "qwen3_5_text", *PROMPT, "--dry-run")
+    answer = ending(2, f"capture qwen3_5_text {PROMPT} --dry-run")
     assert "base_layer.weight', not" in answer.err
     assert "an adapter was not merged" in answer.err
 
