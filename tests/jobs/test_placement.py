@@ -14,6 +14,7 @@ import torch
 import torch.nn.attention.bias
 import transformers as tf
 from checkpoint.folders import edit_json
+from fakes import needs_two_gpus
 from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
 from targets import slow
@@ -630,7 +631,7 @@ def test_the_predicted_peak_of_a_gpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@needs_two_gpus
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
 def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length):
     """The cache of every layer is on the layer's GPU."""
