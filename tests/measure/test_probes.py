@@ -80,7 +80,6 @@ def gdn():
 @pytest.mark.parametrize(
     "make",
     [
-        ssd,
         gdn,
         partial(ssd, batch=2, seqlen=70),
         partial(ssd, seqlen=1),
