@@ -40,6 +40,7 @@ RAN: list[tuple[str, float]] = []  # every implementation that ran, and its cost
 needs_interpreter = pytest.mark.skipif(
     not INTERPRETED, reason="only the interpreter's kernels run on a CPU"
 )
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 QUICK = SamplingPlan(
     warmup_rounds=0, min_recordings=2, max_recordings=2, min_rounds=3, max_rounds=3
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from checkpoint.folders import edit_json
 from command_line import DEMOS, Answer, ending, latest, passing
 from report.pages import Page
 from torchrun import Start, starting, wait_for
@@ -126,13 +127,13 @@ def test_stored_captures_are_replayed(in_demo_run: Path):
 def test_captures_that_were_broken_off(demo_run: Path):
     (captures,) = demo_run.glob("runs/*/captures")
     shutil.copytree(captures, "captures")
-    manifest = json.loads(Path("captures/manifest.json").read_text()) | {"complete": False}
-    Path("captures/manifest.json").write_text(json.dumps(manifest))
+    manifest = Path("captures/manifest.json")
+    edit_json(manifest, complete=False)
     answer = ending(1, f"run captures {ONE_PRECISION}")
     assert "PARTIAL: the replayed capture was interrupted" in answer.shown
     assert not latest().capture_complete
     assert Answer("accuracy").code == Answer("export").code == 1
-    Path("captures/manifest.json").write_text(json.dumps(manifest | {"layers": []}))
+    edit_json(manifest, layers=[])
     assert "holds no layer" in ending(2, "run captures").err
 
 
@@ -174,8 +175,7 @@ def test_a_dry_run_says_what_a_run_would_say(in_demo_run: Path, monkeypatch):
         tensors[name]["shape"][-1] = 512
     Path("large/manifest.json").write_text(json.dumps(manifest))
     shutil.copytree(DEMO, "unusable")
-    config = json.loads(Path("unusable/config.json").read_text())
-    Path("unusable/config.json").write_text(json.dumps(config | {"hidden_act": "frobnicate"}))
+    edit_json(Path("unusable/config.json"), hidden_act="frobnicate")
     monkeypatch.setattr("ssdprof.jobs.limits.device", lambda: torch.device("cpu"))
     for words, code in {
         "demo --seq 4k": 3,

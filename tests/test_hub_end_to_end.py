@@ -15,7 +15,7 @@ from ssdprof.core.target import CheckpointRef
 from ssdprof.store import reports
 
 DEMO = DEMO_FOLDERS["demo"]
-SHORT = ("--seq", "24", "--layers", "0", "--dtypes", "exact", "--states", "fp32")
+SHORT = ["--seq", "24", "--layers", "0", "--dtypes", "exact", "--states", "fp32"]
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
 

@@ -22,17 +22,8 @@ from ssdprof.errors import SsdprofError
 from ssdprof.store import reports
 
 LENGTHS = tuple(range(4, 28, 2))
-RUN = (
-    "run",
-    "mamba2",
-    "--prompt",
-    "random",
-    "--seq",
-    ",".join(map(str, LENGTHS)),
-    "--dtypes",
-    "exact",
-)
-RUN += ("--impl", "reference", "--baseline", "reference", "--out")
+SEQ = ",".join(map(str, LENGTHS))
+RUN = f"run mamba2 --prompt random --seq {SEQ} --dtypes exact --impl reference --baseline reference"
 
 
 def started(out: str, written: int | None = None) -> int:
@@ -53,7 +44,7 @@ def started(out: str, written: int | None = None) -> int:
     try:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 1)
-            app([*RUN, out], prog_name="ssdprof")
+            app([*RUN.split(), "--out", out], prog_name="ssdprof")
     except SystemExit as error:
         os._exit(int(error.code or 0))
     os._exit(70)

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from command_line import ending
-from fakes import needs_interpreter
+from fakes import needs_interpreter, needs_two_gpus
 from torch.distributed import HashStore
 from torchrun import MODULE, Start, ranks_of, starting, wait_for
 
@@ -152,7 +151,7 @@ def test_two_ranks_write_the_bench_of_one_process(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@needs_two_gpus
 @pytest.mark.parametrize(
     "words",
     [

@@ -12,17 +12,14 @@ from targets import slow
 
 from ssdprof.commands.terminal import lossy_stream
 
-RUN = (
-    *("run", "demo", "--seq", "8", "--layers", "first:1", "--dtypes", "exact"),
-    *("--states", "fp32", "--impl", "unfused", "--out", "run"),
-)
+RUN = "run demo --seq 8 --layers first:1 --dtypes exact --states fp32 --impl unfused --out run"
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
 
 
 def command(**variables: str) -> subprocess.Popen[str]:
     pipes: Any = {name: subprocess.PIPE for name in ("stdout", "stderr")}
     return subprocess.Popen(
-        [sys.executable, "-m", "ssdprof", *RUN],
+        [sys.executable, "-m", "ssdprof", *RUN.split()],
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
         **pipes,

@@ -133,7 +133,7 @@ def test_the_capture_and_its_run_name_the_suspicion():
     torch.manual_seed(0)
     folder = recorded(Path("r"), lambda left: left[1].flip(0), SLOTS, bool)
     words = "row 0 (slot 5) of call 3 begins with the state that row 1 (slot 2) of call 2 left"
-    answer = passing("capture", "--from", "safetensors", str(folder), "--out", "c")
+    answer = passing(f"capture --from safetensors {folder} --out c")
     assert f"States between calls that do not fit: recorded layer 0, {words}" in answer.err
     ran = passing("run c --dtypes exact --states fp32 --impl fused --full")
     assert "PASSED for the kernels, not for the states between calls: all" in ran.shown

@@ -106,7 +106,7 @@ def test_a_recording_of_flashinfer_becomes_a_capture_with_what_it_computed(dump:
     assert torch.equal(layers[0].inputs.tensors["g"][0].exp(), decays.log().exp())
     assert not layers[0].inputs.scalars["use_qk_l2norm"]
     # stored and read again, bit for bit
-    answer = passing("capture", "--from", "flashinfer", str(dump), "--out", "captures")
+    answer = passing(f"capture --from flashinfer {dump} --out captures")
     assert "Left out: 2 calls of a warm-up." in answer.err
     manifest = read_manifest(Path("captures"))
     assert manifest.complete
@@ -146,16 +146,16 @@ def test_served_outputs_are_a_case_of_the_run(dump: Path, wrong):
             call(dump, 7) / "outputs.pt",
             lambda tensors: tensors.update(result_1=tensors["result_1"].mT.contiguous()),
         )
-    passing("capture", "--from", "flashinfer", str(dump), "--out", "captures", "--layers", "0")
-    answer = Answer("run", "captures", "--dtypes", "exact", "--out", "run")
+    passing(f"capture --from flashinfer {dump} --out captures --layers 0")
+    answer = Answer("run captures --dtypes exact --out run")
     _, report = reports.load("run")
     served = {case.seqlen: case.result for case in report.cases if case.implementation == "served"}
     assert served == {40: "passed", 33: "inaccurate" if wrong else "passed"}
     assert answer.code == int(wrong), answer.out
     assert ("served" in answer.out.partition("FAILED")[2]) is wrong
     assert "served may be used" not in answer.out
-    for words in (("accuracy", "run"), ("export", "run", "--format", "csv")):
-        assert "served" in Answer(*words).out
+    for words in ("accuracy run", "export run --format csv"):
+        assert "served" in Answer(words).out
 
 
 def test_argument_names_come_from_the_signature_and_defaults_are_absent(dump: Path):
@@ -265,7 +265,7 @@ def repacked(change: Change) -> Damage:
 )
 def test_a_damaged_recording_is_refused(dump: Path, damage: Damage, words):
     damage(call(dump, 7) / "inputs.pt")
-    answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--out", "captures")
+    answer = ending(2, f"capture --from flashinfer {dump} --out captures")
     assert words in answer.err
     assert "docs/from-a-server.md" in answer.err
 
@@ -277,7 +277,7 @@ def test_huge_foreign_and_empty_recordings_are_refused(dump: Path, monkeypatch):
     for name in ("nothing", "foreign", "absent"):
         with pytest.raises(BadInputError, match=f"{name} holds no recording of FlashInfer"):
             open_recording(Path(name), "flashinfer")
-        ending(2, "capture", "--from", "safetensors", name)
+        ending(2, "capture --from safetensors", name)
 
     def in_graphs(yes: bool):
         for number in (1, 2, 3, 4, 7):
@@ -288,13 +288,13 @@ def test_huge_foreign_and_empty_recordings_are_refused(dump: Path, monkeypatch):
         BadInputError, match=r"no call that can be replayed.  Left out: 5 calls inside CUDA graphs"
     ):
         open_recording(dump, "flashinfer")
-    answer = ending(2, "capture", "--from", "flashinfer", str(dump), "--seq", "16")
+    answer = ending(2, f"capture --from flashinfer {dump} --seq 16")
     assert "prompts: --seq cannot be given" in answer.err
     in_graphs(False)
     monkeypatch.setattr(recording, "host_memory", lambda: 1 << 17)
     with pytest.raises(MissingCapabilityError, match=r"which main memory of .* cannot hold twice"):
         list(open_recording(dump, "flashinfer").layers())
-    ending(3, "capture", "--from", "flashinfer", str(dump), "--out", "huge")
+    ending(3, f"capture --from flashinfer {dump} --out huge")
 
 
 def test_a_folder_of_safetensors_becomes_a_capture(tmp_path):
@@ -364,9 +364,8 @@ def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path
     """And else token by token of the pack, by kernels that return final states alone."""
     calls = [verification((3, 3, 3)), verification((1, 3, 0, 2)), verification((1, 0))]
     record(tmp_path / "r", "gdn", calls, (1,), state_every=1)
-    passing("capture", "--from", "safetensors", "r", "--out", "captures")
-    chosen = ("--impl", "fused,recurrent", "--dtypes", "exact")
-    passing("run", "captures", *chosen, "--out", "run")
+    passing("capture --from safetensors r --out captures")
+    passing("run captures --impl fused,recurrent --dtypes exact --out run")
     _, report = reports.load("run")
     assert {case.size for case in report.cases} == {
         "3 x 3 tokens drafted, pass 1 of 3",
@@ -408,5 +407,5 @@ def test_a_verification_is_replayed_as_a_batch_if_its_lengths_are_equal(tmp_path
 def test_a_damaged_folder_is_refused(tmp_path, damage: Damage, words):
     folder = record(tmp_path / "r", "gdn", [gdn_call(9), gdn_call(9)])
     damage(folder)
-    answer = ending(2, "capture", "--from", "safetensors", str(folder), "--out", "captures")
+    answer = ending(2, f"capture --from safetensors {folder} --out captures")
     assert words in answer.err

@@ -19,8 +19,8 @@ from ssdprof.kernels.ssd.reference import ssd_recurrence
 from ssdprof.operators.gdn_definitions import write
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
-EXPORT = ("export", "--format", "flashinfer-bench", "-o", "bench")
-TAKE = ("capture", "--from", "flashinfer-bench", "bench", "--out", "taken")
+EXPORT = "export --format flashinfer-bench -o bench"
+TAKE = "capture --from flashinfer-bench bench --out taken"
 PREFILL = "gdn_prefill_qk1_v2_d16_k_last"
 DEFINITION = Path("bench/definitions/gdn", f"{PREFILL}.json")
 WORKLOADS = Path("bench/workloads/gdn", f"{PREFILL}.jsonl")
@@ -49,8 +49,8 @@ def bench(request) -> str:
     torch.manual_seed(0)
     calls = [gdn(13, 0, 5, 5, 13), gdn(9, 0, 2, 9), gdn(2, 0, 1, 2)]
     record(Path("recorded"), "gdn", calls, (7,), use_qk_l2norm=request.param)
-    passing("capture", "--from", "safetensors", "recorded", "--out", "captured")
-    return passing(*EXPORT, "captured").err
+    passing("capture --from safetensors recorded --out captured")
+    return passing(EXPORT, "captured").err
 
 
 @pytest.mark.parametrize("bench", [True, False], indirect=True)
@@ -76,9 +76,9 @@ def test_captures_travel_there_and_back(bench):
             assert bool(((new - old).abs() <= 1.001 * bound * old.abs()).all())
         assert torch.equal(before.v, after.v)
         assert torch.equal(before.initial_state, after.initial_state)
-    passing(*TAKE)
-    asked = ("--dtypes", "exact", "--impl", "reference", "--baseline", "reference")
-    assert "Suspect" not in passing("run", "taken", *asked).out
+    passing(TAKE)
+    asked = "--dtypes exact --impl reference --baseline reference"
+    assert "Suspect" not in passing("run taken", asked).out
 
 
 def test_the_reference_is_the_oracle_and_our_kernels_solve_it(bench: str):
@@ -119,12 +119,12 @@ def test_calls_that_are_not_defined_are_left_out():
     record(Path("gdn"), "gdn", [gdn(7, 0, 3, 7), different, long], (7,))
     record(Path("kda"), "kda", [different | {"g": -torch.rand(1, 9, 2, 16)}], (7,))
     for name in ("gdn", "kda"):
-        passing("capture", "--from", "safetensors", name, "--out", f"of_{name}")
+        passing(f"capture --from safetensors {name} --out of_{name}")
     words = "1 call of GDN (K and V differ) and 1 call of GDN (beta is not between 0 and 1)."
-    assert f"Left out: {words}" in passing(*EXPORT, "of_gdn").err
-    answer = ending(2, *EXPORT, "--force", "of_kda")
+    assert f"Left out: {words}" in passing(EXPORT, "of_gdn").err
+    answer = ending(2, EXPORT, "--force of_kda")
     assert "no call to write. Left out: 1 call of KDA (ssdprof writes no definition" in answer.err
-    assert "is not empty" in ending(2, *EXPORT, "of_gdn").err
+    assert "is not empty" in ending(2, EXPORT, "of_gdn").err
 
 
 def define(name: str, tensors: Tensors, drawn: Sequence[str] = (), **tokens: int):
@@ -168,7 +168,7 @@ def test_drafted_tokens_begin_in_a_pool_and_random_inputs_are_always_the_same():
     define("gemm_n8", {"A": head})
     define(name.replace("k_last", "v_last"), tensors | gates)
     words = "1 call of gdn_mtp_qk1_v2_d8_v_last and 1 call of gemm_n8."
-    assert f"Left out: {words}" in passing(*TAKE).err
+    assert f"Left out: {words}" in passing(TAKE).err
     [inputs], [again] = ([layer.inputs for layer in layers()] for _ in range(2))
     assert torch.equal(inputs.initial_state, pool[[3, 0]].mT)
     assert (inputs.sequences, inputs.length) == (2, 6)
@@ -201,7 +201,7 @@ def test_steps_of_ssd_begin_in_a_pool():
         save_file(
             load_file(of_steps) | {"state_batch_indices": torch.tensor([2, padding])}, of_steps
         )
-        assert "slots are named outside of a pool of 3" in ending(2, *TAKE).err
+        assert "slots are named outside of a pool of 3" in ending(2, TAKE).err
 
 
 def edit(file: Path, old: str, new: str):
@@ -238,4 +238,4 @@ def repack(name: str, tensor: torch.Tensor):
 )
 def test_a_damaged_folder_is_refused(bench: str, damage: Callable[[], object], words):
     damage()
-    assert words in ending(2, *TAKE).err
+    assert words in ending(2, TAKE).err

@@ -11,6 +11,7 @@ import pytest
 import torch
 import train_demo
 from safetensors.torch import load_file
+from targets import slow
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
 
@@ -120,11 +121,7 @@ def test_its_token_ids_are_bytes(folder: Path):
 
 @pytest.mark.parametrize(
     ("dtype", "length"),
-    [
-        (torch.bfloat16, 1024),
-        pytest.param(torch.bfloat16, 4096, marks=pytest.mark.slow),
-        pytest.param(torch.float32, 4096, marks=pytest.mark.slow),
-    ],
+    [(torch.bfloat16, 1024), *slow((torch.bfloat16, 4096), (torch.float32, 4096))],
 )
 def test_its_logits_are_finite(folder: Path, loaded: Loaded, dtype, length):
     model = (

@@ -39,7 +39,7 @@ GDN = ("qwen3_5_text", "qwen3_next", "olmo_hybrid")
 SSD = ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "zamba2")
 
 
-def checkpoint(name: str, **config) -> Path:
+def checkpoint(name: str = "qwen3_5_text", **config) -> Path:
     """A saved tiny model in bf16, whose config has other entries."""
     folder = Path(name)
     tiny_models.build(name, torch.bfloat16).save_pretrained(folder)
@@ -81,12 +81,12 @@ def check_loaded(folder: Path, expected: Weights, *, head: bool = False):
         assert torch.equal(weight, expected[key]), key
 
 
-PROMPT = ("--prompt", "random", "--seq", "24")
+PROMPT = "--prompt random --seq 24"
 
 
 def run(folder: Path, *options: str, code: int = 0) -> tuple[Answer, Report | None]:
-    words = (*PROMPT, "--layers", "first:1", "--dtypes", "exact", "--out", "run")
-    answer = ending(code, "run", str(folder), *words, *options)
+    words = f"{PROMPT} --layers first:1 --dtypes exact --out run"
+    answer = ending(code, f"run {folder}", words, *options)
     return answer, reports.load("run")[1] if Path("run").exists() else None
 
 
@@ -97,8 +97,8 @@ def refusal(folder: Path, *options: str, code: int = 2) -> str:
 
 def check_predictions_refused(folder: Path, words: str, code: int = 2):
     """Each command that needs the head is refused with these words."""
-    for command in (("answers",), ("run", "--decode", "1")):
-        answer = ending(code, command[0], str(folder), *PROMPT, *command[1:])
+    for command in ("answers", "run --decode 1"):
+        answer = ending(code, command, str(folder), PROMPT)
         assert words in answer.err
         assert "damaged" not in answer.err
 
@@ -185,7 +185,7 @@ def in_two_files(folder: Path, later: Weights, *, named: bool = True):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_index_says_which_copy_of_a_tensor_counts(monkeypatch, rows):
     """Copies of another shape must not count in sizes either."""
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     expected = loaded(folder)
     weights = load_file(folder / "model.safetensors")
     size = open_model(str(folder)).weight_bytes()
@@ -205,7 +205,7 @@ def test_the_index_says_which_copy_of_a_tensor_counts(monkeypatch, rows):
 
 def test_an_index_counts_before_a_single_file():
     """As in vLLM and SGLang.  Names may begin with "./"."""
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     expected = loaded(folder)
     single = folder / "model.safetensors"
     later = {key: torch.full_like(weight, 3.0) for key, weight in load_file(single).items()}
@@ -225,7 +225,7 @@ def test_an_index_counts_before_a_single_file():
 
 
 def test_two_copies_of_which_the_index_names_none_are_refused():
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     key = "model.layers.0.linear_attn.A_log"
     in_two_files(folder, {key: torch.ones(4)}, named=False)
     assert f"a.safetensors and b.safetensors both hold '{key}'" in refusal(folder, "--dry-run")
@@ -292,7 +292,7 @@ def test_the_weight_that_does_not_fit_is_named(name, change: Change, code, words
 
 
 def test_a_file_beside_the_index_is_named():
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     in_two_files(folder, {})
     places = json.loads((folder / INDEX).read_text())["weight_map"]
     kept = {key: file for key, file in places.items() if file == "b.safetensors"}
@@ -336,7 +336,7 @@ def test_what_is_no_weight_may_be_stored_in_anything(dtype):
 
 
 def test_gptq_of_the_old_kind_is_named():
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     key = "model.layers.0.linear_attn.out_proj"
     codes = {
         f"{key}.qweight": torch.ones(8, 64, dtype=torch.int32),
@@ -362,7 +362,7 @@ def test_gptq_of_the_old_kind_is_named():
     ],
 )
 def test_a_quantisation_that_only_the_config_has_left_is_none(file, left):
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     expected = loaded(folder)
     edit_json(folder / file, **left)
     check_loaded(folder, expected)
@@ -376,7 +376,7 @@ def test_checkpoints_of_a_training_run_are_named(files):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
     for file in files:
-        Path(checkpoint("qwen3_5_text") / file).rename(Path("training") / file)
+        Path(checkpoint() / file).rename(Path("training") / file)
     hint = "Name a checkpoint inside: training/checkpoint-1000, training/checkpoint-200."
     assert hint in refusal(Path("training"))
 
@@ -385,11 +385,11 @@ def test_a_pickle_keyed_by_numbers_is_refused():
     write_original(Path(), {0: torch.ones(4), "x": torch.ones(4)}, PICKLE)
     edit_json(Path("config.json"), vocab_size=256)
     words = "holds an entry 0, which is no name of a weight"
-    assert words in refusal(Path(), "--tokenizer", "demo")
+    assert words in refusal(Path(), "--tokenizer demo")
 
 
 def test_a_model_without_a_causal_class_has_no_answers(monkeypatch):
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     monkeypatch.delitem(tf.MODEL_FOR_CAUSAL_LM_MAPPING._model_mapping, "qwen3_5_text")
     check_predictions_refused(
         folder, "has no causal language model for qwen3_5_text, only its layers."
@@ -402,7 +402,7 @@ def test_a_model_without_a_causal_class_has_no_answers(monkeypatch):
     [("lm_head.weight", "head, lm_head, gives"), ("layers.1.mlp.up", "layers give")],
 )
 def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight, part):
-    folder = checkpoint("qwen3_5_text", tie_word_embeddings=False)
+    folder = checkpoint(tie_word_embeddings=False)
 
     def broken(weights: Weights) -> Weights:
         for key, values in weights.items():
@@ -411,8 +411,7 @@ def test_a_model_that_is_not_finite_itself_blames_no_implementation(weight, part
         return weights
 
     rewrite(folder, broken)
-    words = (*PROMPT, "--impl", "unfused", "--dtypes", "exact")
-    answer = ending(2, "answers", str(folder), *words)
+    answer = ending(2, f"answers {folder} {PROMPT} --impl unfused --dtypes exact")
     assert f"The model's {part} NaN or infinity at position 0 with the reference itself" in (
         answer.err
     )
@@ -435,10 +434,10 @@ def test_a_full_temporary_folder_is_no_damage(monkeypatch):
     ["tiktoken.model", "tekken.json", "tokenization_x.py", "source.spm", "inner/tokenizer.json"],
 )
 def test_a_tokenizer_that_is_not_read_is_named(file):
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text("")
-    answer = ending(2, "run", str(folder), "--seq", "16")
+    answer = ending(2, f"run {folder} --seq 16")
     assert f"of a kind that ssdprof does not read: {file}; it runs no remote code." in answer.err
     run(folder)  # of random tokens
 
@@ -452,7 +451,7 @@ def test_models_decode_with_parameters_in_fp32(name):
         folder,
         lambda weights: {key: w.float() if key.endswith(kept) else w for key, w in weights.items()},
     )
-    run(folder, "--decode", "2")
+    run(folder, "--decode 2")
 
 
 @pytest.mark.parametrize("head", [False, True])
@@ -466,11 +465,11 @@ def test_models_decode_with_parameters_in_fp32(name):
     ],
 )
 def test_keys_with_foreign_prefixes_load_or_are_named(before, after, head):
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     expected = loaded(folder, head=head)
     rewrite(folder, renamed(before, after))
     if head and not before:  # the head has the prefix, too
-        answer = Answer("answers", str(folder), *PROMPT, "--dry-run")
+        answer = Answer(f"answers {folder} {PROMPT} --dry-run")
         assert answer.code in (0, 2, 4)
         if answer.code:
             assert "lm_head.weight" in answer.err
@@ -481,7 +480,7 @@ def test_keys_with_foreign_prefixes_load_or_are_named(before, after, head):
 def test_an_adapter_is_named_and_never_silent():
     config = {"peft_type": "LORA", "base_model_name_or_path": "org/base", "r": 4}
     Path("alone").mkdir()
-    for folder in (Path("alone"), checkpoint("qwen3_5_text")):
+    for folder in (Path("alone"), checkpoint()):
         (folder / "adapter_config.json").write_text(json.dumps(config))
         save_file(
             {"base_model.model.layers.0.lora_A.weight": torch.ones(1)},
@@ -492,13 +491,13 @@ def test_an_adapter_is_named_and_never_silent():
     assert "Merge it into its base model first." in error
     (Path("alone") / "adapter_config.json").write_text("{")
     (Path("alone") / "modeling.py").touch()
-    assert "alone is a LoRA adapter for another model." in Answer("capture", "alone").err
+    assert "alone is a LoRA adapter for another model." in Answer("capture alone").err
     answer, report = run(Path("qwen3_5_text"))
     words = "adapter_model.safetensors of qwen3_5_text is not applied"
     assert words in answer.err
     assert any(words in note for note in report.notes)
     rewrite(Path("qwen3_5_text"), renamed("in_proj_qkv.weight", "in_proj_qkv.base_layer.weight"))
-    answer = ending(2, "capture", "qwen3_5_text", *PROMPT, "--dry-run")
+    answer = ending(2, f"capture qwen3_5_text {PROMPT} --dry-run")
     assert "base_layer.weight', not" in answer.err
     assert "an adapter was not merged" in answer.err
 
@@ -508,21 +507,21 @@ def test_an_adapter_is_named_and_never_silent():
     [("score.weight", True), ("classifier.weight", False), ("model.score.weight", True)],
 )
 def test_a_classifier_predicts_no_tokens(key, tied):
-    folder = checkpoint("qwen3_5_text", tie_word_embeddings=tied)
+    folder = checkpoint(tie_word_embeddings=tied)
     rewrite(folder, without("lm_head", **{key: torch.ones(2, 64)}))
     check_predictions_refused(folder, f"is a classifier, with '{key}' and no lm_head.weight")
     run(folder)  # its operators are measured
 
 
 def test_a_lost_head_is_named():
-    folder = checkpoint("qwen3_5_text", tie_word_embeddings=False)
+    folder = checkpoint(tie_word_embeddings=False)
     rewrite(folder, without("lm_head"))
     check_predictions_refused(folder, "qwen3_5_text lacks lm_head.weight ", 4)
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(True, False), (True, True), (None, True)])
 def test_the_outer_config_decides_whether_the_head_is_the_embedding(outer: bool | None, inner):
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     text = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": inner}
     outside = {} if outer is None else {"tie_word_embeddings": outer}
     (folder / "config.json").write_text(
@@ -539,13 +538,13 @@ def test_the_outer_config_decides_whether_the_head_is_the_embedding(outer: bool 
     "value", ["flash_attention_2", "flash_attention_3", "made_up", {"": "flash_attention_2"}]
 )
 def test_the_attention_of_a_config_need_not_be_installed(key, value):
-    run(checkpoint("qwen3_5_text", **{key: value}), "--dry-run")
+    run(checkpoint(**{key: value}), "--dry-run")
 
 
 @pytest.mark.parametrize("where", ["quantization", "quantization_config"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_mlx_is_named(where, bits):
-    folder = checkpoint("qwen3_5_text", **{where: {"group_size": 64, "bits": bits}})
+    folder = checkpoint(**{where: {"group_size": 64, "bits": bits}})
     rewrite(folder, packed)
     words = f"is of MLX's format, with {bits} bits in groups of 64"
     assert words in refusal(folder, "--dry-run")
@@ -608,7 +607,7 @@ def write_modelopt(folder: Path, file: str, codes: dict[str, str]):
 
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
 def test_fp8_of_modelopt_has_a_scale_for_each_tensor(file):
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     decoded = {}
 
     def encoded(weights: Weights) -> Weights:
@@ -656,7 +655,7 @@ def test_codes_without_a_scale_are_refused(part, codes, scale: tuple[int, ...] |
 @pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
 @pytest.mark.parametrize("algorithm", ["NVFP4", "MIXED_PRECISION", "FP8_PER_CHANNEL_PER_TOKEN"])
 def test_other_formats_of_modelopt_are_refused_by_name(file, algorithm):
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     write_modelopt(folder, file, {"quant_algo": algorithm})
     rewrite(folder, packed)
     words = f"qwen3_5_text is quantised by 'modelopt' as {algorithm!r}, which ssdprof cannot load"
@@ -726,7 +725,7 @@ def test_a_type_that_nobody_listed_works():
     )
     tf.AutoConfig.register("made_up", config)
     tf.AutoModel.register(config, made_up)
-    folder = checkpoint("qwen3_5_text")
+    folder = checkpoint()
     text = json.loads((folder / "config.json").read_text()) | {"model_type": "made_up"}
     rewrite(folder, renamed("model.", "thinker.text."))
     for key in ("text_config", "llm_config", "writer_config"):

@@ -83,22 +83,18 @@ def test_what_was_not_measured_does_not_hold():
     assert not check(alone)["first call", "as 2 s, compiling"].holds
 
 
-def test_of_several_results_that_have_both_the_least_counts():
-    less = timed(200.0)
-    more = timed(100.0, created="2026-01-02T00:00:00+00:00")
-    alone = report(measured("fused", 1.0), created="2026-01-03T00:00:00+00:00")
+@pytest.mark.parametrize(
+    ("kernels", "least"),
+    [(("", "", ""), 1.5), (("01", "02", "03"), 2.0)],
+    ids=["of unknown kernels", "of the newest kernels"],
+)
+def test_of_several_results_that_have_both_the_least_counts(kernels: tuple[str, ...], least):
+    """Without a baseline a result does not make the others older."""
+    less = timed(200.0, kernels=kernels[0])
+    more = timed(150.0, kernels=kernels[1], created="2026-01-02T00:00:00+00:00")
+    alone = report(measured("fused", 1.0), kernels=kernels[2], created="2026-01-03T00:00:00+00:00")
     for order in ((less, more, alone), (alone, more, less)):
-        assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 1.5
-
-
-def test_a_result_of_older_kernels_does_not_count_where_newer_ones_were_measured():
-    older = timed(200.0, kernels="01")
-    newer = timed(150.0, kernels="02", created="2026-01-02T00:00:00+00:00")
-    alone = report(
-        measured("fused", 1.0), kernels="03", created="2026-01-03T00:00:00+00:00"
-    )  # without a baseline it does not make the others older
-    for order in ((older, newer, alone), (alone, newer, older)):
-        assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == 2.0
+        assert check(*order)["exact", "as mamba_ssm, device"].least.ratio == least
 
 
 @pytest.mark.parametrize("library", [True, False])

@@ -23,8 +23,9 @@ from ssdprof.core.outcome import Outcome, exact_answer_is_finite
 from ssdprof.core.report import LeftOut, ProcessLine, Report, Requested
 
 
-def with_result(result: str, *names: str):
-    return lambda one: failed(one, result) if one.implementation in names else one
+def with_result(result: str, *names: str) -> Report:
+    """A run in which the cases of these implementations have this result."""
+    return report(change=lambda one: failed(one, result) if one.implementation in names else one)
 
 
 def requested(*names: str) -> tuple[Requested, ...]:
@@ -45,10 +46,10 @@ def libraries(result: str, **fields) -> Report:
 
 WHOLE = report()
 GATE = (parse_gate("kl:0.01"),)
-OUTSIDE = report(change=with_result("inaccurate", "unfused"))
-NO_BASELINE = report(change=with_result("refused", "unfused"))
-NO_FUSED = report(change=with_result("refused", "fused"))
-NOTHING = report(change=with_result("refused", "fused", "unfused"))
+OUTSIDE = with_result("inaccurate", "unfused")
+NO_BASELINE = with_result("refused", "unfused")
+NO_FUSED = with_result("refused", "fused")
+NOTHING = with_result("refused", "fused", "unfused")
 LATER = report(
     change=lambda one: one if one.baseline else one.changed(samples=(), later_fault="drifts")
 )
@@ -71,11 +72,11 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
     (prefill(), True, {}),
     (answers(), True, {}),
     *(
-        (report(change=with_result(result, name)), False, {"failed": {name}, "refused": set()})
+        (with_result(result, name), False, {"failed": {name}, "refused": set()})
         for result in ("nonfinite", "out of memory", "failed")
         for name in ("fused", "unfused")
     ),
-    (report(change=with_result("inaccurate", "fused")), False, {"failed": {"fused"}}),
+    (with_result("inaccurate", "fused"), False, {"failed": {"fused"}}),
     # a baseline outside its budget fails nothing but itself: not if its output changed later, nor
     # if it was run alone
     (OUTSIDE, True, {"failed": set(), "outside": {"unfused"}, "compared": 4}),
@@ -158,11 +159,7 @@ OUTCOMES: list[tuple[Report, bool, dict[str, Any]]] = [
     (COARSE, False, {}),
     (COARSE.restricted(precisions=[EXACT_FP32]), True, {}),
     (COARSE.restricted(precisions=[RELAXED_FP32]), False, {}),
-    (
-        report(change=with_result("inaccurate", "fused")).restricted(implementations=["unfused"]),
-        True,
-        {},
-    ),
+    (with_result("inaccurate", "fused").restricted(implementations=["unfused"]), True, {}),
 ]
 
 

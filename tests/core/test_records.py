@@ -43,6 +43,9 @@ REPORTS = {
 }
 
 
+RUN = REPORTS["run"]
+
+
 @pytest.mark.parametrize("name", REPORTS)
 def test_a_document_is_read_back_as_it_was(name):
     text = REPORTS[name].model_dump_json(exclude_defaults=True)
@@ -78,11 +81,7 @@ def test_samples_are_read_back_as_they_were(us: list[list[float]]):
         (accuracy(), {"dtype": "int8"}, "dtype is 'int8', not 'fp64', "),
         (cases.band(), {"top1_pct": 101}, "top1_pct is 101, not at most 100"),
         (ProcessLine(), {"seconds": -1}, "seconds is -1, not at least 0"),
-        (
-            REPORTS["run"],
-            {"smallest_difference": -0.01},
-            "smallest_difference is -0.01, not at least 0",
-        ),
+        (RUN, {"smallest_difference": -0.01}, "smallest_difference is -0.01, not at least 0"),
     ],
 )
 def test_a_number_out_of_range_and_an_unknown_field_are_refused(made, fields, fault):
@@ -136,23 +135,15 @@ PROMPT = cases.prompt(40)
         (PROMPT, {"serving": {"packed": (3, 4)}}, "tokens of the prompt"),
         (cases.checkpoint(), {"layer_count": 1}, "only 1 layers"),
         (cases.checkpoint(), {"layers": (layer(), layer())}, "a layer occurs twice"),
-        (REPORTS["run"], {"created": "yesterday"}, "ISO 8601"),
-        (REPORTS["run"], {"created": "2026-13-01T00:00:00Z"}, "month must be in"),
-        (REPORTS["run"], {"cases": REPORTS["run"].cases[:1] * 2}, "a case occurs twice"),
-        (REPORTS["run"], {"cases": (case(accuracy=()),)}, "nothing says what it computed"),
+        (RUN, {"created": "yesterday"}, "ISO 8601"),
+        (RUN, {"created": "2026-13-01T00:00:00Z"}, "month must be in"),
+        (RUN, {"cases": RUN.cases[:1] * 2}, "a case occurs twice"),
+        (RUN, {"cases": (case(accuracy=()),)}, "nothing says what it computed"),
+        (RUN, {"requested": RUN.requested[:1] * 2}, "a requested case occurs twice"),
+        (RUN, {"processes": RUN.processes * 2}, "a process occurs twice"),
+        (RUN, {"conditions": ({"metric": "speed", "limit": 1, "text": ""},)}, "no metric speed"),
         (
-            REPORTS["run"],
-            {"requested": REPORTS["run"].requested[:1] * 2},
-            "a requested case occurs twice",
-        ),
-        (REPORTS["run"], {"processes": REPORTS["run"].processes * 2}, "a process occurs twice"),
-        (
-            REPORTS["run"],
-            {"conditions": ({"metric": "speed", "limit": 1, "text": ""},)},
-            "no metric speed",
-        ),
-        (
-            REPORTS["run"],
+            RUN,
             {"conditions": ({"metric": "match", "at": "1e-9", "limit": 1, "text": ""},)},
             "no match at 1e-9",
         ),
@@ -236,8 +227,7 @@ def test_a_case_has_the_same_name_in_every_report(made: Case, name):
 
 
 def over(norm: str = "max"):
-    fields = dict(norm=norm, head=3, error=2.0, budget=1.0, position=(0, 1, 3, 2))
-    use = BudgetUse(**fields)
+    use = BudgetUse(norm=norm, head=3, error=2.0, budget=1.0, position=(0, 1, 3, 2))
     return accuracy(budget=(use,))
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import Answer, latest
 from fakes import RAN, FakeTimer, compared, entries, inputs, right
-from typer.testing import CliRunner
 
 from ssdprof import operators
-from ssdprof.cli import app
 from ssdprof.core.case import Case
 from ssdprof.core.statistics import Estimate
 from ssdprof.jobs.compare import Entry
@@ -26,7 +25,6 @@ from ssdprof.kernels.ssd.inputs import SSDOutput
 from ssdprof.measure import first_run, timing
 from ssdprof.measure.accuracy import fingerprint
 from ssdprof.operators.implementations import own_implementation
-from ssdprof.store import reports
 
 LATE = "it leaves work to another stream or thread: its output changes after the call"
 OTHER_NUMBERS = "with other numbers at the same addresses of the inputs, out, head"
@@ -225,22 +223,10 @@ def patching_the_clock(inputs):
 
 def run(function: str) -> tuple[int, dict[str, Case]]:
     name = f"cheating_kernels:{function}"
-    words = [
-        "run",
-        "demo",
-        "--seq",
-        "8k",
-        "--layers",
-        "0",
-        "--dtypes",
-        "exact",
-        "--impl",
-        f"unfused,{name}",
-    ]
-    result = CliRunner().invoke(app, words, prog_name="ssdprof", catch_exceptions=False)
-    found = {case.implementation: case for case in reports.load(None, "run")[1].cases}
+    answer = Answer(f"run demo --seq 8k --layers 0 --dtypes exact --impl unfused,{name}")
+    found = {case.implementation: case for case in latest("run").cases}
     assert found["unfused"].device_us, found["unfused"].why
-    return result.exit_code, {"cheat": found[name], "unfused": found["unfused"]}
+    return answer.code, {"cheat": found[name], "unfused": found["unfused"]}
 
 
 def us(estimate: Estimate | None) -> float:

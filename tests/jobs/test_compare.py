@@ -49,14 +49,15 @@ def one_bit(output: SSDOutput) -> SSDOutput:
     return SSDOutput(out, output.final_states)
 
 
+def nan(output: SSDOutput) -> SSDOutput:
+    output.out[0, 5, 1, 2] = torch.nan
+    return output
+
+
 # --- what happened
 
 
 def test_what_goes_wrong_is_a_status_with_a_reason():
-    def nan(output: SSDOutput) -> SSDOutput:
-        output.out[0, 5, 1, 2] = float("nan")
-        return output
-
     RAN.clear()
     bad: dict[str, Spoil] = {
         "wrong": noisy(0.5),
@@ -248,9 +249,6 @@ def test_a_chunk_size_that_is_wrong_is_not_taken_however_fast():
 
 
 def test_a_baseline_outside_its_budget_is_timed_and_one_that_is_not_finite_is_not():
-    def nan(output: SSDOutput) -> SSDOutput:
-        return SSDOutput(output.out * float("nan"), output.final_states)
-
     for spoil, result in ((noisy(0.05), "inaccurate"), (nan, "nonfinite")):
         (base,) = entries("base", 200.0, spoil=spoil)
         verdicts = compared([base], entries("fast", baseline=base), timer=FakeTimer())
@@ -367,7 +365,7 @@ def test_verdicts_of_other_inputs_do_not_cover_what_is_not_finite():
     made = [
         *entries("good"),
         *entries("wrong", spoil=noisy(0.5)),
-        *entries("bad", spoil=lambda output: SSDOutput(output.out / 0, output.final_states)),
+        *entries("bad", spoil=nan),
         *entries("refusing", spoil=raising(UnsupportedError("too long"))),
     ]
     right_ones = {one.key: compared(entries(one.case.implementation)).popitem()[1] for one in made}

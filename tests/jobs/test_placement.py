@@ -1,7 +1,6 @@
 """Which placement a machine's memory allows, its predicted cost, and the memory that it needs."""
 
 import gc
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -14,8 +13,11 @@ import tiny_models
 import torch
 import torch.nn.attention.bias
 import transformers as tf
+from checkpoint.folders import edit_json
+from fakes import needs_two_gpus
 from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
+from targets import slow
 from torch import Tensor
 
 from ssdprof.capture.forward import PromptRun
@@ -193,8 +195,7 @@ def save_in_fp8(folder: Path):
         "weight_block_size": [128, 128],
         "modules_to_not_convert": mixers,
     }
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    edit_json(folder / "config.json", quantization_config=quantization)
 
 
 @pytest.mark.parametrize(
@@ -258,10 +259,7 @@ def test_what_cannot_work_is_told_before_the_download_and_in_a_dry_run(granite: 
 def test_weights_that_stay_quantised_are_not_placed(granite: Path, tmp_path):
     for file in granite.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
-    )
+    edit_json(tmp_path / "config.json", quantization_config={"quant_method": "awq"})
     weights = load_file(tmp_path / "model.safetensors")
     key = "model.layers.0.mamba.out_proj"
     del weights[f"{key}.weight"]
@@ -425,14 +423,7 @@ def lower_right(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mamba2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoehybrid", "bamba")),
-        "qwen3_next",
-    ],
-)
+@pytest.mark.parametrize("name", ["mamba2", *slow("granitemoehybrid", "bamba"), "qwen3_next"])
 @pytest.mark.parametrize(
     ("segment_length", "serving"),
     [
@@ -640,7 +631,7 @@ def test_the_predicted_peak_of_a_gpu(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@needs_two_gpus
 @pytest.mark.parametrize("segment_length", [LONG, LONG // 4])
 def test_two_gpus_give_the_captures_of_one(large_granite: Path, segment_length):
     """The cache of every layer is on the layer's GPU."""

@@ -177,6 +177,7 @@ GDN_MODELS = [
     dict(key_dim=256, value_dim=16),
     dict(key_dim=16, value_dim=256),
 ]
+AROUND_256 = dict(lengths=(256, 0, 1, 513, 100, 0), initial_states=True)
 LONG_PACK = (3, 0, 127, 570, 64, 236, 0)
 SSD_HOPPER = [
     dict(seqlen=1), dict(batch=2, seqlen=63), dict(batch=3, seqlen=1024), dict(batch=2, seqlen=999),
@@ -252,6 +253,9 @@ def right() -> list[Any]:
                 replace(TARGETS[name], run=run, device=device), id=f"{name}, {device}", marks=marks
             )
         ]
+
+    def on_gpu(cases: list[Any]) -> list[Any]:
+        return [one.but(device="cuda") for one in cases]
 
     # in the interpreter
     add(
@@ -366,15 +370,12 @@ def right() -> list[Any]:
     add(sliced, in_slices[3:])
     add(sliced, in_slices[:3], slow=True)
     # on a GPU
-    add(
-        listed(gpu=("ssd fused", "ssd tiny", "ssd tiny, n rows")),
-        [one.but(device="cuda") for one in SSD],
-    )
-    add(listed(gpu=("ssd step", "ssd recurrent")), [one.but(device="cuda") for one in SSD_STEPS])
-    add(listed(gpu=("gdn step", "gdn recurrent")), [one.but(device="cuda") for one in GDN_STEPS])
-    add(listed(gpu=portable), [one.but(device="cuda") for one in GDN])
+    add(listed(gpu=("ssd fused", "ssd tiny", "ssd tiny, n rows")), on_gpu(SSD))
+    add(listed(gpu=("ssd step", "ssd recurrent")), on_gpu(SSD_STEPS))
+    add(listed(gpu=("gdn step", "gdn recurrent")), on_gpu(GDN_STEPS))
+    add(listed(gpu=portable), on_gpu(GDN))
     real = SSDCase(**SSD_ON_HOPPER, heads=8, seqlen=1000, chunk_size=256, device="cuda")
-    pack = real.but(lengths=(256, 0, 1, 513, 100, 0), initial_states=True)
+    pack = real.but(**AROUND_256)
     unfused = listed(gpu=["ssd unfused"])
     sizes = product((32, 64, 80, 96, 128), (16, 64, 128, 256), DTYPES)
     add(unfused, [real.but(headdim=p, dstate=n, dtype=dtype) for p, n, dtype in sizes])
@@ -462,7 +463,7 @@ def right() -> list[Any]:
     )
     olmo = qwen.but(**OLMO | dict(key_heads=6), largest_beta=2.0)
     unfused = listed(gpu=["gdn unfused"])
-    pack = qwen.but(lengths=(256, 0, 1, 513, 100, 0), initial_states=True)
+    pack = qwen.but(**AROUND_256)
     add(
         unfused,
         [one.but(dtype=dtype) for one, dtype in product((qwen, olmo, pack), DTYPES)],

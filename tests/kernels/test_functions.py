@@ -51,14 +51,11 @@ SSD = {
     "packed": SSDCase(lengths=(0, 13, 7), skip="(h, p)", initial_states=True),
     "step": STEP,
 }
+BATCH = GDNCase(seqlen=20, batch=2, values_per_key=2, value_dim=24, initial_states=True, dtype=BF16)
 GDN = {
-    "batch": GDNCase(
-        seqlen=20, batch=2, values_per_key=2, value_dim=24, initial_states=True, dtype=BF16
-    ),
+    "batch": BATCH,
     "packed": GDNCase(lengths=(0, 13, 7), initial_states=True),
-    "short": GDNCase(
-        seqlen=3, batch=2, values_per_key=2, value_dim=24, initial_states=True, dtype=BF16
-    ),
+    "short": BATCH.but(seqlen=3),
 }
 KDA = {name: KDACase(**vars(case)) for name, case in GDN.items()}
 CASES = {"ssd": SSD, "gdn": GDN, "kda": KDA}

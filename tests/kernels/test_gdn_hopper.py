@@ -230,12 +230,12 @@ def test_which_segments_take_parts(device: str, name):
     if change:
         change(inputs)
     result, whole = with_and_without_parts(inputs, config)
-    assert all(
-        torch.equal(result.out[:, at, heads], whole.out[:, at, heads]) for at, heads in equal
-    )
-    assert not any(
-        torch.equal(result.out[:, at, heads], whole.out[:, at, heads]) for at, heads in different
-    )
+
+    def is_equal(at: slice, heads: slice | int) -> bool:
+        return torch.equal(result.out[:, at, heads], whole.out[:, at, heads])
+
+    assert all(is_equal(*part) for part in equal)
+    assert not any(is_equal(*part) for part in different)
     assert (result.final_states - whole.final_states).norm() < 4e-3 * whole.final_states.norm()
     if not inputs.g[:, -1].eq(0).any():
         assert_right(result, inputs)

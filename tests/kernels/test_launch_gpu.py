@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
+from fakes import needs_two_gpus
 from kernel_cases import BF16, EXACT, FP16, FP32, RELAXED, GDNCase, KDACase, SSDCase, assert_bitwise
 from targets import GDN_ON_HOPPER, OLMO
 
@@ -138,7 +139,7 @@ def test_on_the_stream_that_is_current():
     assert_bitwise(doubled, fused.FUSED.prepare(inputs, EXACT)(inputs))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@needs_two_gpus
 def test_on_the_gpu_of_the_tensors():
     here = CASES["as it is"].inputs()
     there = replace(

@@ -8,6 +8,7 @@ import torch
 from generated_inputs import generated
 from kernel_cases import DTYPES, EXACT, PRECISIONS, SSDCase
 from measure.conftest import random_inputs
+from targets import slow
 from torch import Tensor
 from verdict import assert_passes
 
@@ -90,9 +91,7 @@ def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]
 @pytest.mark.parametrize(
     "shape", [pytest.param(name, marks=[pytest.mark.slow] * ("256" in name)) for name in SHAPES]
 )
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
-)
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_another_evaluation_passes(dtype: torch.dtype, shape, seed):
     inputs = random_inputs(dtype=dtype, heads=8, seed=seed, **SHAPES[shape])
     assert failures(inputs, other_evaluation) == {}

@@ -79,13 +79,7 @@ def gdn():
 
 @pytest.mark.parametrize(
     "make",
-    [
-        ssd,
-        gdn,
-        partial(ssd, batch=2, seqlen=70),
-        partial(ssd, seqlen=1),
-        partial(ssd, state_every=32),
-    ],
+    [gdn, partial(ssd, batch=2, seqlen=70), partial(ssd, seqlen=1), partial(ssd, state_every=32)],
 )
 def test_a_good_kernel_breaks_no_law(make: Callable[[], Any]):
     assert broken(oracle_output, make()) == set()

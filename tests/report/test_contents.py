@@ -37,7 +37,10 @@ from ssdprof.report.groups import groups
 from ssdprof.report.statements import caveats, in_short, verdict_lines
 from ssdprof.report.table import PRECISION, Cells, Table, fold_precisions, table
 
+EXACT = (EXACT_FP32,)
 TWO = (EXACT_FP32, RELAXED_FP16)
+ONE = {"layers": (3,), "precisions": EXACT}
+TWO_OF_ONE = ONE | {"precisions": TWO}
 Change = Callable[[Case], Case]
 
 
@@ -110,7 +113,7 @@ def in_two_layers(case: Case) -> Case:
 
 WITHIN = "within the error budget against the fp64 oracle."
 ANSWERS_COMPARED = "Answers of 1 case (and 1 of noise or single layers) were compared"
-SMALL = {"layers": (0, 9), "precisions": (EXACT_FP32,)}
+SMALL = {"layers": (0, 9), "precisions": EXACT}
 WHOLE = report(**SMALL)
 NOTES = ("While it was recorded: layer 3: out is NaN.",)
 VERDICTS: dict[str, tuple[Report, list[str]]] = {
@@ -119,7 +122,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         ["FAILED: 4 of 16 cases: fused (relaxed, fp16 states) not finite in layers 0, 9, 18, 27."],
     ),
     "the inputs' fault": (
-        report(precisions=(EXACT_FP32,), change=in_two_layers),
+        report(precisions=EXACT, change=in_two_layers),
         [
             "FAILED: the model's inputs, not the kernels.  In layer 9 the exact answer itself is "
             "not finite.  It begins in layer 9, 131,072 tokens: q holds NaN, first at position 3 "
@@ -150,7 +153,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
     "left out": (
         report(
             layers=(0,),
-            precisions=(EXACT_FP32,),
+            precisions=EXACT,
             requested=tuple(map(cases.requested, WHOLE.cases)),
             left_out=(LeftOut(case_key="layer 9", reason="no time"),),
         ),
@@ -185,11 +188,7 @@ VERDICTS: dict[str, tuple[Report, list[str]]] = {
         ],
     ),
     "gate": (
-        report(
-            layers=range(8),
-            precisions=(EXACT_FP32,),
-            conditions=cases.gates("speedup:2.2", "rms:9"),
-        ),
+        report(layers=range(8), precisions=EXACT, conditions=cases.gates("speedup:2.2", "rms:9")),
         [
             "GATE FAILED: speedup:2.2: layer 0, 131,072 tokens, fused, exact, fp32 states: 2x; ",
             "All 16",
@@ -279,7 +278,7 @@ def coarse(case: Case) -> Case:
 
 def with_answers(*kl: float) -> Report:
     """With divergences of fused at relaxed, fp16 states, and a noise of 1e-6."""
-    found = report(precisions=TWO, layers=(3,), change=coarse, gpu=False)
+    found = report(**TWO_OF_ONE, change=coarse, gpu=False)
     made = [of_answers("fused", RELAXED_FP16, bands=(cases.band(kl_mean=one),)) for one in kl]
     made += [of_answers("unfused", change="moved", bands=(cases.band(kl_mean=1e-6),))] if kl else []
     return found.changed(cases=(*found.cases, *made))
@@ -318,8 +317,6 @@ NOT_ASKED = "the model's answers were not compared"
 LESS = "on this NVIDIA H200, fused takes 515 µs less of 1.03 ms for layer 3 at 131,072 tokens, "
 OVER_OURS = "a speedup of 2.00x over unfused, our own baseline; no other library was timed here"
 GAIN = f"{LESS}{OVER_OURS}; {NOT_ASKED}"
-ONE = {"layers": (3,), "precisions": (EXACT_FP32,)}
-TWO_OF_ONE = ONE | {"precisions": TWO}
 
 
 def beside(name: str, kind: str, *changes: Change) -> Report:
@@ -343,10 +340,7 @@ def slower(case: Case) -> Case:
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (
-            report(seqlens=(1024, 131_072), layers=(3,), precisions=(EXACT_FP32,)),
-            f"{GAIN}; use exact, fp32 states.",
-        ),
+        (report(**ONE, seqlens=(1024, 131_072)), f"{GAIN}; use exact, fp32 states."),
         (
             beside("fla", "library", changed(slower, "fla")),
             f"{LESS}a speedup of 2.00x over unfused and 1.50x over fla; {NOT_ASKED}; "
@@ -354,10 +348,7 @@ def slower(case: Case) -> Case:
         ),
         (beside("fla", "library", result("inaccurate", "fla")), f"{GAIN}; use exact, fp32 states."),
         (
-            report(
-                **SMALL | {"layers": (3,)},
-                change=changed(lambda one: one.changed(samples=timed(2e3, 2e3))),
-            ),
+            report(**ONE, change=changed(lambda one: one.changed(samples=timed(2e3, 2e3)))),
             "keep unfused: fused is not faster at 131,072 tokens.",
         ),
         (
@@ -435,11 +426,9 @@ def test_the_last_sentence_says_what_to_do(found: Report, words):
 )
 def test_answers_decide_on_the_precision(kl, words):
     faster = changed(lambda one: one.changed(samples=timed(400, 700)), precision=RELAXED_FP16)
-    answered = with_answers(kl)
-    found = report(precisions=TWO, layers=(3,), change=faster).changed(
-        cases=(*report(precisions=TWO, layers=(3,), change=faster).cases, *answered.of_answers)
-    )
-    (line,) = in_short(found)
+    found = report(**TWO_OF_ONE, change=faster)
+    answered = found.changed(cases=(*found.cases, *with_answers(kl).of_answers))
+    (line,) = in_short(answered)
     assert words in line.text
 
 
@@ -513,14 +502,14 @@ CAVEATS: dict[str, tuple[Report, list[str]]] = {
         [],
     ),
     "baseline": (
-        report(layers=(3,), precisions=(EXACT_FP32,), change=outside),
+        report(**ONE, change=outside),
         [
             "The baseline has a fault, but was timed: unfused, exact, fp32 states inaccurate in "
             "layer 3, 131,072 tokens (rms error of the output 2.00e-3, of fused 2.06e-3)."
         ],
     ),
     "libraries": (
-        report(precisions=(EXACT_FP32,), change=library, requested=()),
+        report(precisions=EXACT, change=library, requested=()),
         [
             "Without a time: fla (exact, fp32 states) in layer 9: no such size.",
             "Outside the error budget, but passed because it is another library's: fla (exact, "
@@ -642,7 +631,7 @@ def out(found: Report) -> Table:
 
 
 def test_a_case_over_its_budget_is_counted_and_a_refused_one_has_no_row():
-    table = out(report(precisions=(EXACT_FP32,), change=result("inaccurate", layers=(9,))))
+    table = out(report(precisions=EXACT, change=result("inaccurate", layers=(9,))))
     assert row(table, "fused hopper", "exact, fp32", "fp64")["within budget"] == "NO: 1/4"
     table = out(report(change=result("refused", precision=RELAXED_FP32)))
     assert not any(
@@ -652,7 +641,7 @@ def test_a_case_over_its_budget_is_counted_and_a_refused_one_has_no_row():
 
 def test_of_several_chunks_the_worst_call_is_named():
     place = row(
-        out(in_calls(report(layers=(0, 9), seqlens=(24,), precisions=(EXACT_FP32,)))),
+        out(in_calls(report(layers=(0, 9), seqlens=(24,), precisions=EXACT))),
         "fused hopper",
         "exact, fp32",
         "fp64",
@@ -729,10 +718,7 @@ def test_laws_of_a_pool_have_a_table_of_their_own():
 
 def test_failures_share_rows_come_first_and_say_where_the_first_nan_is():
     found = report(
-        layers=(0, 1, 2, 5),
-        seqlens=(1024, 2048),
-        precisions=(EXACT_FP32,),
-        change=result("nonfinite"),
+        layers=(0, 1, 2, 5), seqlens=(1024, 2048), precisions=EXACT, change=result("nonfinite")
     )
     (cells,) = calls.reasons(found).rows
     assert cells[:3] == ("nonfinite", "fused hopper", "exact, fp32")
@@ -740,7 +726,7 @@ def test_failures_share_rows_come_first_and_say_where_the_first_nan_is():
     assert cells[5] == "out[0, 1, 2, 3]"
     assert compose(found).sections[0].title == "Failures, refusals, remarks"
     differs = changed(lambda case: case.changed(reason="differs"), layers=(9,))
-    (remark,) = calls.reasons(report(change=differs, precisions=(EXACT_FP32,))).rows
+    (remark,) = calls.reasons(report(change=differs, precisions=EXACT)).rows
     assert "; ".join(remark) == (
         "passed; fused hopper; exact, fp32; layer 9 at 131,072 tokens; differs"
     )
@@ -760,7 +746,7 @@ def test_endless_failures_are_cut_and_counted():
         return failed(case, "failed").changed(reason=f"{case.where} " + "x\n" * 1000)
 
     command = ("ssdprof", "run", "m")
-    made = report(layers=range(50), precisions=(EXACT_FP32,), change=change, command=command)
+    made = report(layers=range(50), precisions=EXACT, change=change, command=command)
     assert "  60 more rows" in calls.repeats(made).note
     table = calls.reasons(made)
     assert len(table.rows) == 40

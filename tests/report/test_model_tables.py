@@ -4,7 +4,7 @@ import cases
 import pytest
 from cases import EXACT_FP32, answers, band, failed, of_answers, of_prefill, prefill, report, timed
 from report.shown import row
-from report.test_contents import changed, of_title, verdict
+from report.test_contents import ONE, SMALL, changed, of_title, verdict
 
 from ssdprof.core.case import Case
 from ssdprof.core.conditions import parse_change
@@ -103,7 +103,7 @@ slowed = changed(lambda case: case.changed(samples=timed(750.0, 770.0)), layers=
 
 @pytest.mark.parametrize("every", [False, True])
 def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_out(every):
-    base = report(layers=(0, 9), precisions=(EXACT_FP32,))
+    base = report(**SMALL)
     new = report(layers=(0,), precisions=(EXACT_FP32,), change=slowed)
     stalls = [table("Stages", [{"stage": "scores"}], ())]
     document = compared(base, new, "time:base+3%", "memory:base+0%", stalls=stalls, every=every)
@@ -133,7 +133,7 @@ def test_a_slower_run_is_compared_case_by_case_and_what_did_not_change_is_left_o
 
 
 def test_only_the_values_that_changed_are_shown():
-    base = report(layers=(0, 9), precisions=(EXACT_FP32,))
+    base = report(**SMALL)
     other = base.cases[-1].launches[0].changed(config={"chunk": 32})
     wider = changed(lambda case: case.changed(launches=(other,)), layers=(0,))
     table = tables(compared(base, base.changed(cases=tuple(map(wider, base.cases)))))[
@@ -159,14 +159,14 @@ def worse(case: Case) -> Case:
 )
 @pytest.mark.parametrize("gpu", [False, True])
 def test_what_became_of_accuracy_is_in_the_first_line(how, words, gpu):
-    base = report(layers=(0,), precisions=(EXACT_FP32,), gpu=gpu)
+    base = report(**ONE, gpu=gpu)
     new = base.changed(cases=tuple(map(changed(how), base.cases)))
     (line,) = compared(base, new).verdict
     assert f"Accuracy: {words}" in line.text, line.text
 
 
 def test_a_time_that_is_missing_in_new_is_shown():
-    base = report(layers=(0,), precisions=(EXACT_FP32,))
+    base = report(**ONE)
     untimed = base.changed(cases=[case.changed(samples=()) for case in base.cases])
     first, _ = tables(compared(base, untimed))["Cases without a verdict on speed"].rows
     assert first[3:] == ("not timed", "BASE passed and timed, NEW passed")
@@ -212,7 +212,7 @@ def test_the_title_of_a_comparison_is_short(base, new, title):
 
 
 def test_other_machines_and_inputs_are_caveats():
-    base = report(layers=(0,), precisions=(EXACT_FP32,))
+    base = report(**ONE)
     other = base.changed(
         environment=cases.environment(driver="600.1"), model=cases.checkpoint(revision="f" * 40)
     )

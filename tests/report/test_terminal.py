@@ -19,7 +19,7 @@ from cases import (
     report,
 )
 from report.shown import printed, row
-from report.test_contents import TWO, packed, result, steps
+from report.test_contents import EXACT, TWO, packed, result, steps
 
 from ssdprof.core.base import Probe
 from ssdprof.core.conditions import parse_gate
@@ -131,7 +131,7 @@ def test_it_fits_the_screen(found: Report, width):
 
 
 def test_numbers_of_the_screen_are_those_of_the_report_and_the_verdict_is_last():
-    found = report(precisions=(EXACT_FP32,), layers=(0,))
+    found = report(precisions=EXACT, layers=(0,))
     text = printed(brief.render(found), 120)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     speed = "exact, fp32 2.00x [1.98, 2.02] faster 1.96x 500 µs 262 M 1.00 ms 46.3%"
@@ -147,7 +147,7 @@ def test_numbers_of_the_screen_are_those_of_the_report_and_the_verdict_is_last()
 def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said():
     many = report(seqlens=(1024, 2048, 4096, 131_072))
     assert "2 more rows: --full" in printed(brief.render(many))
-    lines = printed(brief.render(report(change=WRONG, precisions=(EXACT_FP32,))), 200).splitlines()
+    lines = printed(brief.render(report(change=WRONG, precisions=EXACT)), 200).splitlines()
     (reason,) = [line for line in lines if "max|ours - oracle| is 1.5" in line]
     assert "layer 0, fused (exact, fp32 states): out, head 7" in reason, (
         "all four have the same reason"
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_counted_and_why_cases_failed_is_said():
             "Speed, chunks of 1,024 tokens of 2,048 tokens, fused",
         ),
         (packed(200, 200, 200), "output, 600 tokens in 3 packed sequences, fused"),
-        (steps(report(precisions=(EXACT_FP32,))), "decode steps after 131,072  recurrent"),
+        (steps(report(precisions=EXACT)), "decode steps after 131,072  recurrent"),
     ],
 )
 def test_what_a_server_sees_is_named(found: Report, words):
@@ -248,7 +248,7 @@ def test_what_was_not_compared_is_an_error_that_names_what_was():
     assert caught.value.hint == "It compared: " + "; ".join(map(str, PRECISIONS)) + "."
     with pytest.raises(BadInputError):
         accuracy_table(report(), (EXACT_FP32, "exact, bf16 states"), every_state=True)
-    alone = report(precisions=(EXACT_FP32,))
+    alone = report(precisions=EXACT)
     for found, hint in (
         (report(complete=False, cases=()), "It ended before its first comparison.  Run again."),
         (answers(of_answers()), "It holds a model's answers: 'ssdprof export' shows them."),

@@ -79,6 +79,8 @@ def line_of(text: str) -> int:
 
 # --- samples to lines and stages, on a kernel whose samples are added up by hand
 
+KERNEL = synthetic.kernel()
+
 
 def attributed(kernel: RawKernel) -> dict[str, int]:
     stages, _, _ = attribute(kernel, SourceFiles(kernel.sources), SSD_STAGES)
@@ -86,34 +88,29 @@ def attributed(kernel: RawKernel) -> dict[str, int]:
 
 
 def test_every_sample_goes_to_one_stage():
-    assert attributed(synthetic.kernel()) == {
+    assert attributed(KERNEL) == {
         "loads": 38 + 10,  # with the helper after it
         "chunk_scan.current": 68 + 12,  # with the library after it
         "ahead": 2 + 20,  # the header's S2R has no instruction before it
         IDLE_WARPS: 50,
     }
-    assert attribute(synthetic.kernel(), SourceFiles(synthetic.kernel().sources))[2] == 2 + 10 + 12
+    assert attribute(KERNEL, SourceFiles(KERNEL.sources))[2] == 2 + 10 + 12
     plain = {synthetic.FILE: synthetic.SOURCE.replace("gl.warp_specialize", "gl.static_print")}
-    assert attributed(replace(synthetic.kernel(), sources=plain))["ahead"] == 2 + 50 + 20, (
+    assert attributed(replace(KERNEL, sources=plain))["ahead"] == 2 + 50 + 20, (
         "without roles all have one"
     )
 
 
 def test_stages_come_in_the_order_of_the_algorithm_and_what_is_idle_last():
-    assert list(attributed(synthetic.kernel())) == [
-        "loads",
-        "chunk_scan.current",
-        "ahead",
-        IDLE_WARPS,
-    ]
+    assert list(attributed(KERNEL)) == ["loads", "chunk_scan.current", "ahead", IDLE_WARPS]
     known = Stages(order=("ahead", "chunk_scan.current", "loads"))
-    stages, _, _ = attribute(synthetic.kernel(), SourceFiles(synthetic.kernel().sources), known)
+    stages, _, _ = attribute(KERNEL, SourceFiles(KERNEL.sources), known)
     assert list(stages) == ["chunk_scan.current", "loads", "ahead", IDLE_WARPS]
-    assert stalls_of(synthetic.kernel()).idle == ("ahead", IDLE_WARPS)
+    assert stalls_of(KERNEL).idle == ("ahead", IDLE_WARPS)
 
 
 def test_a_line_is_shown_with_its_text_and_the_hottest_first():
-    _, lines, _ = attribute(synthetic.kernel(), SourceFiles(synthetic.kernel().sources))
+    _, lines, _ = attribute(KERNEL, SourceFiles(KERNEL.sources))
     assert sum(line.total for line in lines) == 200
     hottest = lines[0]
     assert (hottest.file, hottest.line, hottest.text) == ("kernel.py", 9, "return exp2(x)")
@@ -330,7 +327,7 @@ def test_another_version_of_the_file_is_listed_by_function_and_line_and_says_so(
     assert any(
         text.startswith("The stages of kernel.py are not known (_their_kernel)") for text in caveats
     )
-    for labelled in (theirs(), synthetic.kernel()):
+    for labelled in (theirs(), KERNEL):
         assert not any(
             "not known" in text for text in compose(analyse([synthetic.report(labelled)])).caveats
         )

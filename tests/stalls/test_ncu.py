@@ -37,59 +37,20 @@ def job(folder: Path) -> ncu.Job:
 
 
 def test_the_command_line_is_exactly_this():
-    program = "/n/ncu"
-    report = Path("out/r.ncu-rep")
-    assert ncu.command(
-        program, report, ["_a_kernel", "_b.kernel", "_a_kernel"], 3, ["py", "t"]
-    ) == (
-        "/n/ncu",
-        "--config-file",
-        "off",
-        "-f",
-        "-o",
-        "out/r.ncu-rep",
-        "--target-processes",
-        "application-only",
-        "--nvtx",
-        "--nvtx-include",
-        "ssdprof/",
-        "-k",
-        r"regex:^(_a_kernel|_b\.kernel)$",
-        "-c",
-        "3",
-        "--section",
-        "LaunchStats",
-        "--section",
-        "Occupancy",
-        "--section",
-        "SpeedOfLight",
-        "--section",
-        "SpeedOfLight_RooflineChart",
-        "--section",
-        "SpeedOfLight_HierarchicalTensorRooflineChart",
-        "--section",
-        "MemoryWorkloadAnalysis",
-        "--section",
-        "MemoryWorkloadAnalysis_Tables",
-        "--section",
-        "SchedulerStats",
-        "--section",
-        "WarpStateStats",
-        "--section",
-        "SourceCounters",
-        "--import-source",
-        "yes",
-        "--clock-control",
-        "none",
-        "--cache-control",
-        "all",
-        "--replay-mode",
-        "kernel",
-        "--check-exit-code",
-        "yes",
-        "py",
-        "t",
-    )
+    words = r"""
+        /n/ncu --config-file off -f -o out/r.ncu-rep --target-processes application-only
+        --nvtx --nvtx-include ssdprof/ -k regex:^(_a_kernel|_b\.kernel)$ -c 3
+        --section LaunchStats --section Occupancy --section SpeedOfLight
+        --section SpeedOfLight_RooflineChart
+        --section SpeedOfLight_HierarchicalTensorRooflineChart
+        --section MemoryWorkloadAnalysis --section MemoryWorkloadAnalysis_Tables
+        --section SchedulerStats --section WarpStateStats --section SourceCounters
+        --import-source yes --clock-control none --cache-control all --replay-mode kernel
+        --check-exit-code yes py t
+    """
+    kernels = ["_a_kernel", "_b.kernel", "_a_kernel"]
+    command = ncu.command("/n/ncu", Path("out/r.ncu-rep"), kernels, 3, ["py", "t"])
+    assert list(command) == words.split()
 
 
 def test_no_secret_reaches_the_child():

@@ -95,9 +95,7 @@ def test_the_example_of_the_documents_is_profiled(users_folder: Path, model, fun
     """By line, because the example names no stages."""
     write_example(users_folder)
     name = f"my_kernels:{function}"
-    answer = passing(
-        "stalls", model, "--seq", "512", "--impl", f"fused,{name}", "--out", "run", "--json"
-    )
+    answer = passing(f"stalls {model} --seq 512 --impl fused,{name} --out run --json")
     report = StallReport.model_validate_json(answer.out)
     assert report.missing == ""
     (own,) = (kernel for kernel in report.kernels if kernel.implementation == name)
