@@ -22,7 +22,7 @@ from ssdprof.measure.first_run import Run
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
 from ssdprof.operators.generate import Cell, Tokens
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 
 CHUNK_SIZE = 256  # for unfused SSD
 DIFFERENCE = 0.02
@@ -103,7 +103,7 @@ def waiting(call: Run, *, cycles: int, host_us: float) -> Run:
     therefore delays everything after it, whether the host or the GPU limits the call.
     """
 
-    def run() -> Output:
+    def run() -> OutputPair:
         if torch.cuda.is_current_stream_capturing():
             output = call()
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

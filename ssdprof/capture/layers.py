@@ -32,7 +32,7 @@ from ssdprof.environment.child import rank_count
 from ssdprof.environment.machine import host_memory
 from ssdprof.errors import BadInputError, MissingCapabilityError
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class CapturedLayer:
     inputs: Inputs
     remark: str = ""
     call: CallRef | None = None
-    served: Output | None = None
+    served: OutputPair | None = None
     slots: tuple[int, ...] = ()
     gap: bool = False
 

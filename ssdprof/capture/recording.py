@@ -52,13 +52,13 @@ from ssdprof.files import parse_json, regular
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import spans_of
 from ssdprof.operators.definition import Document
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 from ssdprof.operators.tensors import dtype_name
 
 T = TypeVar("T")
 # the inputs; the server's output, None if it was not recorded; the slots of the sequences in the
 # server's pool of states, empty if they were not recorded
-Recorded: TypeAlias = "tuple[Inputs, Output | None, tuple[int, ...]]"
+Recorded: TypeAlias = "tuple[Inputs, OutputPair | None, tuple[int, ...]]"
 Format = Literal["flashinfer", "flashinfer-bench", "safetensors"]
 DESCRIPTION = "recording.json"
 WARM_UP = 64  # tokens of the longest sequence with which servers warm up
@@ -325,7 +325,7 @@ def _layer_count(processes: list[list[list[_Call]]]) -> int:
     return 1
 
 
-def _checked(inputs: Inputs, output: Output | None, slots: torch.Tensor | None) -> Recorded:
+def _checked(inputs: Inputs, output: OutputPair | None, slots: torch.Tensor | None) -> Recorded:
     """Check a call and return it, with its slots as integers.
 
     Raises ValueError if an output does not have its shape, or out not its dtype; if the bounds of
@@ -618,7 +618,7 @@ def _load_safetensors(file: Path, operator: str, arguments: dict[str, Any]) -> R
     return _as_batch(*call) if inputs.state_every else call
 
 
-def _as_batch(inputs: Inputs, served: Output | None, slots: tuple[int, ...]) -> Recorded:
+def _as_batch(inputs: Inputs, served: OutputPair | None, slots: tuple[int, ...]) -> Recorded:
     """A packed verification, and its output, reshaped to a batch (sequences, length, ...) if its
     sequences have equal lengths, so that it also runs on kernels that return only final states.
     Otherwise it stays packed.

@@ -27,7 +27,7 @@ from ssdprof.errors import BadInputError
 from ssdprof.files import put
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.operators.definition import UNWRITTEN, Definition, Document, Values
-from ssdprof.operators.operator import Operator, Output
+from ssdprof.operators.operator import Operator, OutputPair
 
 # axes whose sizes are part of a workload; the sizes of the others are part of its definition
 _VARIABLE = ("total_seq_len", "num_seqs", "len_cu_seqlens", "batch_size")
@@ -36,7 +36,7 @@ _REFERENCE = """from itertools import pairwise
 import torch
 from torch import Tensor
 
-Output = tuple[Tensor, Tensor]
+OutputPair = tuple[Tensor, Tensor]
 
 
 {source}
@@ -52,7 +52,7 @@ def run({names}):
 """
 
 
-def solve(kind: str, implementation: str, *values: Any) -> Output:
+def solve(kind: str, implementation: str, *values: Any) -> OutputPair:
     """The outputs of a call, computed by a bundled implementation.  Solutions call this function.
 
     kind: name of a `Definition`.

@@ -37,7 +37,7 @@ from ssdprof.measure.isolate import GuardedInputs, IsolatedFirstCall, while_it_r
 from ssdprof.measure.roofline import with_occupancy
 from ssdprof.measure.sampling import SamplingPlan
 from ssdprof.measure.timing import CudaTimer, time_in_turns
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 from ssdprof.progress import Watcher
 
 Verdicts = Mapping[Hashable, Case]  # by `Entry.key`: verified cases of the same entries
@@ -110,7 +110,7 @@ class Entry:
         """Names the entry among those of one call; equal for the same entry on other inputs."""
         return self.case.implementation, self.case.precision, self.case.chunk_size
 
-    def candidate(self, output: Output, baseline: Entry | None = None) -> Candidate:
+    def candidate(self, output: OutputPair, baseline: Entry | None = None) -> Candidate:
         """An output of the call, to be compared with the oracle's and, unless `baseline` is None,
         with that of the entry `baseline`.
         """
@@ -125,7 +125,7 @@ class Entry:
 
 # Arguments: the entry; the law that it broke, empty if its call failed or gave a wrong output; the
 # inputs; the output, None if there is none.
-OnFault: TypeAlias = "Callable[[Entry, str, Inputs, Output | None], object]"
+OnFault: TypeAlias = "Callable[[Entry, str, Inputs, OutputPair | None], object]"
 
 
 @dataclass(kw_only=True)
@@ -266,7 +266,7 @@ class Comparer:
 
         verdicts: as in `compare`.
         """
-        outputs: dict[Entry, Output] = {}
+        outputs: dict[Entry, OutputPair] = {}
         fields: dict[Entry, Fields] = {}
         with self.watcher.step(f"{label}: running", len(entries), unit="cases") as advance:
             for entry in entries:
@@ -306,7 +306,7 @@ class Comparer:
                         cases[entry] = case.changed(probes=probes)
                 advance(1)
 
-    def _first_run(self, entry: Entry) -> tuple[Output | None, Fields]:
+    def _first_run(self, entry: Entry) -> tuple[OutputPair | None, Fields]:
         """Make the first call.  Returns the output, None unless it ran, and the fields of the case.
 
         A library is called twice: the fields are those of the second call, but for `first_call`.
@@ -338,7 +338,7 @@ class Comparer:
         return output, fields
 
     def _accuracies(
-        self, outputs: Mapping[Entry, Output], label: str
+        self, outputs: Mapping[Entry, OutputPair], label: str
     ) -> dict[Entry, dict[str, object]]:
         """For each entry, the fields of its case that hold the comparison of its output, or that
         say that there is no memory for it.
@@ -453,7 +453,7 @@ class _Timed:
         call = entry.call
         _poison(run(), call.inputs)
 
-        def run_once() -> Output:
+        def run_once() -> OutputPair:
             return call.as_fp32(run())
 
         output, late = completed(run_once, call.device)
@@ -470,7 +470,7 @@ class _Timed:
         return ""
 
     def _scaled_fault(
-        self, label: str, run: Run, output: Output, scale: Callable[[float], None]
+        self, label: str, run: Run, output: OutputPair, scale: Callable[[float], None]
     ) -> str:
         """The reason why the output is wrong with other numbers at the addresses of the inputs;
         empty if it is right.
@@ -492,7 +492,7 @@ class _Timed:
             return ""
         return f"with other numbers at the same addresses of the inputs, {fault}"
 
-    def _outside(self, label: str, output: Output) -> str:
+    def _outside(self, label: str, output: OutputPair) -> str:
         """The reason why an output of the inputs as they are now is outside its budget; empty if it
         is within.  Empty, too, if the case is that of a baseline whose verified output was outside,
         and this one is finite.
@@ -540,7 +540,7 @@ def _trial_times(entries: Sequence[Entry], timer: CudaTimer) -> dict[Entry, floa
     return times
 
 
-def _poison(output: Output, inputs: Inputs) -> None:
+def _poison(output: OutputPair, inputs: Inputs) -> None:
     """Fill an output with NaN, so that a later run that reuses its memory must write all of it.
 
     A tensor in memory of the inputs keeps its values, which a later run reads.
@@ -629,7 +629,7 @@ def _above_roof(case: Case, ceilings: Ceilings | None) -> dict[str, object]:
     return {"status": "failed", "reason": f"{reason}, so that not all of its work was timed"}
 
 
-def _borrowed(verdict: Case, fields: Mapping[str, Any], output: Output) -> dict[str, object]:
+def _borrowed(verdict: Case, fields: Mapping[str, Any], output: OutputPair) -> dict[str, object]:
     """The fields of a case whose output is not compared: those of the same entry's verdict, and
     `nonfinite` if the output is not finite.
 

@@ -29,7 +29,7 @@ from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import oracle_output
 from ssdprof.measure.isolate import packed, unpacked
 from ssdprof.operators.implementations import resolve
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 from ssdprof.operators.serving import gathered, pool_run
 from ssdprof.store.reports import FAILURES
 
@@ -47,7 +47,7 @@ def keeping(folder: Path) -> OnFault:
     # names of the implementation and of the law; the law is empty for a call that broke none
     stored: set[tuple[str, str]] = set()
 
-    def keep(entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
+    def keep(entry: Entry, law: str, inputs: Inputs, output: OutputPair | None) -> None:
         implementation = entry.call.implementation
         key = implementation.name, law
         size = sum(tensor.nbytes for tensor in inputs.tensors.values())
@@ -60,7 +60,7 @@ def keeping(folder: Path) -> OnFault:
     return keep
 
 
-def _write(folder: Path, entry: Entry, law: str, inputs: Inputs, output: Output | None) -> None:
+def _write(folder: Path, entry: Entry, law: str, inputs: Inputs, output: OutputPair | None) -> None:
     """Write a call with its tensors and their layouts.
 
     law: the law that the call broke; empty: the call failed or gave a wrong output.
@@ -92,7 +92,7 @@ def _write(folder: Path, entry: Entry, law: str, inputs: Inputs, output: Output 
     )
 
 
-def _expected_in_place(inputs: Inputs) -> Output:
+def _expected_in_place(inputs: Inputs) -> OutputPair:
     """The oracle's output for a call in place: `out`, with NaN for padded rows, and the pool after
     the call.
     """
@@ -126,13 +126,13 @@ class SavedCall(NamedTuple):
     """
 
     inputs: Inputs
-    expected: Output
-    actual: Output | None
+    expected: OutputPair
+    actual: OutputPair | None
     implementation: str
     precision: Precision
     in_place: bool
 
-    def run(self) -> Output:
+    def run(self) -> OutputPair:
         """Call the implementation again; a call in place on a copy of the pool."""
         implementation = resolve(operators.get(self.inputs.operator), self.implementation)
         if not self.in_place:

@@ -41,7 +41,7 @@ from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import Block, Span, joined
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.rounding_tests import DRAWS, HeadNorms, RoundingTests, finite
-from ssdprof.operators.operator import Operator, OracleSpec, Output
+from ssdprof.operators.operator import Operator, OracleSpec, OutputPair
 from ssdprof.operators.rounding import FLUSHED, Gate, Rounded, coarsest_rounding, unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
@@ -73,7 +73,7 @@ class Candidate:
     cuts: whether the implementation declares that it cuts operands of matrix products to tf32.
     """
 
-    output: Output
+    output: OutputPair
     precision: Precision
     baseline: Hashable | None = None
     name: str = ""
@@ -388,7 +388,7 @@ def _fits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return fits.flatten(1).all(1)
 
 
-def check_output(output: Output, inputs: Inputs) -> None:
+def check_output(output: OutputPair, inputs: Inputs) -> None:
     """ValueError unless the tensors have the shapes, dtypes and device of the operator's output for
     these inputs.
     """
@@ -615,7 +615,7 @@ def unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 # --- outputs
 
 
-def oracle_output(inputs: Inputs) -> Output:
+def oracle_output(inputs: Inputs) -> OutputPair:
     """The oracle's output: `out` in the dtype of the operator's output, final states in fp32."""
     oracle = operators.get(inputs.operator).oracle
     blocks = oracle.blocks(inputs, block=block_length(oracle, inputs))

@@ -16,7 +16,7 @@ from ssdprof.kernels.oracle import joined, spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, block_length, oracle_output
 from ssdprof.measure.sequences import alone, longest_of, output_of, rows_of_states
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 from ssdprof.operators.rounding import unit_roundoff
 from ssdprof.operators.tensors import dtype_name
 
@@ -95,7 +95,7 @@ def _first_place(inputs: Inputs, faulty: dict[str, Tensor]) -> str:
 # --- where an error begins
 
 
-def _beginning(inputs: Inputs, output: Output, is_out: bool, use: BudgetUse) -> str:
+def _beginning(inputs: Inputs, output: OutputPair, is_out: bool, use: BudgetUse) -> str:
     """The first sequence in which the head of `use` is outside its budget, and where in it the
     error of `out` begins: "from position 128 of sequence 0 (300 tokens) on, a multiple of 128, all
     is wrong".  Empty if each row of all sequences is within the budget of the head.
@@ -121,7 +121,7 @@ def _beginning(inputs: Inputs, output: Output, is_out: bool, use: BudgetUse) -> 
     return ""
 
 
-def _rows_of_head(output: Output, is_out: bool, head: int) -> Tensor:
+def _rows_of_head(output: OutputPair, is_out: bool, head: int) -> Tensor:
     """A head of the output of one sequence, (rows, width), fp64: a row for each position of `out`,
     or for each state, flattened.
     """
@@ -187,7 +187,7 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
     blocks = oracle.blocks(part, block=block_length(oracle, part))
     exact = joined(part, blocks, torch.float64, torch.float64)[index][-1:]
 
-    def errors(rounded: Output) -> Tensor:
+    def errors(rounded: OutputPair) -> Tensor:
         """The RMS error of each head, (h)."""
         heads_first = (rounded[index].double() - exact).movedim(heads_dim, 0)
         return heads_first.flatten(1).square().mean(1).sqrt()
@@ -203,7 +203,7 @@ def _known_rounding(inputs: Inputs, candidate: Candidate, is_out: bool) -> str:
 
 def _coarser(
     part: Inputs, precision: Precision, exact: Tensor, dtype: torch.dtype
-) -> Iterator[tuple[str, Output]]:
+) -> Iterator[tuple[str, OutputPair]]:
     """Roundings that the precision does not allow, in words, and outputs with them.
 
     part: one sequence.
@@ -227,7 +227,7 @@ def _coarser(
             yield f"the tensor were rounded to {dtype_name(coarse)}", (rounded, rounded)
 
 
-def _forms(part: Inputs, precision: Precision) -> Iterator[Output]:
+def _forms(part: Inputs, precision: Precision) -> Iterator[OutputPair]:
     """The outputs of one sequence with the roundings of a precision: one for each chunk length,
     (1, l, h, ...) and (1, h, ...).
     """

@@ -30,7 +30,7 @@ from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, UnsupportedError
 from ssdprof.measure.accuracy import check_output, fingerprint
-from ssdprof.operators.operator import Output, in_pieces, pieces
+from ssdprof.operators.operator import OutputPair, in_pieces, pieces
 
 # Files of ssdprof, torch, Triton and Python's library, whose frames at the start of a traceback are
 # left out.  Other installed packages lie below Python's library, but may have the kernel at fault.
@@ -40,7 +40,7 @@ _KNOWN = re.compile(
 )
 _FRAMES = 5  # the most frames that a reason shows
 T = TypeVar("T")
-Run = Callable[[], Output]
+Run = Callable[[], OutputPair]
 Fields = dict[str, Any]  # of a case
 
 
@@ -124,7 +124,7 @@ class Call:
             reason = f"copies of states out of the pool; {reason}"
         return replace(plan, reason=reason)
 
-    def as_fp32(self, output: Output) -> Output:
+    def as_fp32(self, output: OutputPair) -> OutputPair:
         """The output in the form that is compared with the oracle: final states of a library, and
         those that a server recorded, converted to fp32.  Those of others must be in fp32.
         """
@@ -135,7 +135,7 @@ class Call:
 
     def first_run(
         self, seconds: float | None = None, *, launches: bool = True
-    ) -> tuple[Output | None, Fields]:
+    ) -> tuple[OutputPair | None, Fields]:
         """Plan and run the call.  Returns the output, None unless it ran, and the fields of its
         case: those that are known when it fails.
 
@@ -150,7 +150,7 @@ class Call:
         """
         fields: Fields = {"status": "failed"}
 
-        def run() -> Output:
+        def run() -> OutputPair:
             if seconds is None:
                 return self.as_fp32(self.run())
             output, first_call = timed_first_call(self.run, self.device, seconds)
@@ -199,8 +199,8 @@ class TimeIsUp(BaseException):
 
 
 def timed_first_call(
-    run: Callable[[], Output], device: torch.device, seconds: float
-) -> tuple[Output, FirstCall]:
+    run: Callable[[], OutputPair], device: torch.device, seconds: float
+) -> tuple[OutputPair, FirstCall]:
     """Make the call and wait for the GPU.  Returns the output, and the time of the call with the
     compile time of each kernel.
 
@@ -460,7 +460,7 @@ def _constants(source: object) -> dict[str, Any]:
 _peaks_before_reset: dict[int, int] = {}
 
 
-def run_and_measure(run: Run, device: torch.device) -> tuple[Output, int | None, str]:
+def run_and_measure(run: Run, device: torch.device) -> tuple[OutputPair, int | None, str]:
     """The call's output, its workspace in bytes, None on the CPU, and the phrase of `completed`.
 
     The workspace is the peak of the call's allocations through torch, without the output.  The
@@ -478,7 +478,7 @@ def run_and_measure(run: Run, device: torch.device) -> tuple[Output, int | None,
     allocated = torch.cuda.memory_allocated(device)
     peaks: list[int] = []
 
-    def run_and_note_peak() -> Output:
+    def run_and_note_peak() -> OutputPair:
         output = run()
         peaks.append(torch.cuda.max_memory_allocated(device) - allocated)
         return output
@@ -490,7 +490,7 @@ def run_and_measure(run: Run, device: torch.device) -> tuple[Output, int | None,
     return output, max(0, peaks[0] - output_bytes), late
 
 
-def completed(run: Run, device: torch.device) -> tuple[Output, str]:
+def completed(run: Run, device: torch.device) -> tuple[OutputPair, str]:
     """The output, and a phrase if it changed later than it may: after the call had returned and all
     work on the current stream had ended.  The phrase is empty if it did not.
 

@@ -52,7 +52,7 @@ from ssdprof.measure.sequences import (
 )
 from ssdprof.operators import generate
 from ssdprof.operators.generate import EdgeInputs, History, KnownOutputs
-from ssdprof.operators.operator import Operator, Output
+from ssdprof.operators.operator import Operator, OutputPair
 from ssdprof.operators.rounding import unit_roundoff
 
 Watched = Callable[[Inputs], AbstractContextManager[object]]
@@ -147,9 +147,9 @@ class Trial:
     whole: Inputs
     long_heads: Sequence[int]
     watched: Watched = nullcontext
-    latest: list[tuple[Inputs, Output | None]] = field(default_factory=list)
+    latest: list[tuple[Inputs, OutputPair | None]] = field(default_factory=list)
 
-    def run(self, inputs: Inputs) -> Output:
+    def run(self, inputs: Inputs) -> OutputPair:
         """The output of a call.
 
         Raises Broken if the call does what no call may do, such as a write out of bounds, and
@@ -179,11 +179,11 @@ class Trial:
         raise Skipped(reason, "not applicable" if fields["status"] == "refused" else "not tested")
 
     @cached_property
-    def base(self) -> Output:
+    def base(self) -> OutputPair:
         """The output for `inputs`, with which the outputs for changed inputs are compared."""
         return self.run(self.inputs)
 
-    def judge(self, inputs: Inputs, output: Output, context: str = "") -> None:
+    def judge(self, inputs: Inputs, output: OutputPair, context: str = "") -> None:
         """Raises Broken unless the output is within its budget.  context: begins the message.
 
         Then `latest` is the judged call, unless that is a part of the latest one.
@@ -196,13 +196,13 @@ class Trial:
             accuracies = diagnosed(inputs, self._candidate(output), wrong)
             raise Broken(context + "; ".join(accuracy.reason for accuracy in accuracies))
 
-    def _candidate(self, output: Output) -> Candidate:
+    def _candidate(self, output: OutputPair) -> Candidate:
         """An output of the implementation, to be compared with the oracle's."""
         return Candidate(
             output=output, precision=self.precision, cuts=self.implementation.cuts_operands
         )
 
-    def outside(self, inputs: Inputs, output: Output, room: float) -> list[Accuracy]:
+    def outside(self, inputs: Inputs, output: OutputPair, room: float) -> list[Accuracy]:
         """The accuracies of the tensors that exceed `room` times their budget, with the limits so
         enlarged, or that are wrong in another way.  For outputs in fp32 the room is larger.
         """
@@ -307,7 +307,7 @@ class Trial:
         return joined(self.inputs, parts, packed=True)
 
     @cached_property
-    def several_outputs(self) -> Output:
+    def several_outputs(self) -> OutputPair:
         """The output for `several_sequences`."""
         return self.run(self.several_sequences)
 
@@ -562,7 +562,7 @@ def linearity(trial: Trial) -> None:
     trial.judge(inputs, output, context)
 
 
-def _repeats(trial: Trial, inputs: Inputs, output: Output) -> bool:
+def _repeats(trial: Trial, inputs: Inputs, output: OutputPair) -> bool:
     """Whether several more calls give the same bits as `output`."""
     return all(first_difference(output, trial.run(inputs)) is None for _ in range(REPEATED_CALLS))
 

@@ -8,8 +8,7 @@ of the captured sizes.  Every call is judged in the same way (`Room.check`):
   initial states without a pool; those of a `Chain` together, after its last call.
 - All other bits of the pool's memory, and the call's other tensors, must be what they were before.
 
-So most laws only say in which calls a fault would show.  `LAWS` lists them.  docs/serving.md says
-what they prove.
+So most of the `LAWS` only say in which calls a fault would show.  Limits: docs/serving.md.
 """
 
 from __future__ import annotations
@@ -390,13 +389,14 @@ class Room:
         plain: what `plain` returned for the call.
         """
         live_out = torch.cat([call.of_row(i, out) for i, _ in call.live])[None]
-        tokens: list[str] = []
+        token_names: list[str] = []
         for i, row in call.live:
-            tokens += [f"call {self.calls}, row {i}, token {token}" for token in range(row.tokens)]
-        states, slots = self._kept_states(call, plain)
+            label = f"call {self.calls}, row {i}"
+            token_names += [f"{label}, token {token}" for token in range(row.tokens)]
+        states, state_names = self._kept_states(call, plain)
         output = Output(live_out, states)
         dtype = call.pool.states.dtype
-        self.judge_output(plain, output, dtype, token_names=tokens, state_names=slots)
+        self.judge_output(plain, output, dtype, token_names=token_names, state_names=state_names)
         return output
 
     def _kept_states(self, call: PoolCall, plain: Inputs) -> tuple[Tensor, list[str]]:
@@ -407,23 +407,23 @@ class Room:
         oracle's is returned, which cannot be wrong.  Its label says "slot None".
         """
         states = torch.empty(plain.final_shape, device=self.device)
-        labels: list[str] = []
+        state_names: list[str] = []
         dropped: list[int] = []  # indices of states that are not kept
         for i, row in call.live:
-            wanted = range(row.tokens)  # the tokens whose states `plain` returns
+            tokens = range(row.tokens)
             if not plain.state_every:
-                wanted = wanted[-1:]
-            for token in wanted:
+                tokens = tokens[-1:]
+            for token in tokens:
                 slot = row.kept.get(token)
                 if slot is None:
-                    dropped.append(len(labels))
+                    dropped.append(len(state_names))
                 else:
-                    states[len(labels)] = call.pool.states[slot].float()
-                labels.append(f"call {self.calls}, row {i}, slot {slot}")
+                    states[len(state_names)] = call.pool.states[slot].float()
+                state_names.append(f"call {self.calls}, row {i}, slot {slot}")
         if dropped:
             _, exact_states = oracle_output(plain)
             states[dropped] = exact_states[dropped]
-        return states, labels
+        return states, state_names
 
     def run(self, call: PoolCall, run: PoolRun | None = None) -> Tensor:
         """Make the call, and return `out`.  run: see `check`.

@@ -10,7 +10,7 @@ from ssdprof import operators
 from ssdprof.core.words import words
 from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.oracle import Span, spans_of, state_row
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 
 
 def longest_of(inputs: Inputs) -> Span:
@@ -44,7 +44,7 @@ def rows_of_states(inputs: Inputs, span: Span) -> slice:
     return slice(state_row(inputs, span.batch, span.start), state_row(inputs, span.batch, stop))
 
 
-def output_of(inputs: Inputs, output: Output, span: Span) -> Output:
+def output_of(inputs: Inputs, output: OutputPair, span: Span) -> OutputPair:
     """The part of an output that belongs to a sequence, as a call of that sequence alone would
     return it.
     """

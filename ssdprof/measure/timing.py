@@ -31,7 +31,7 @@ from ssdprof.measure.first_run import (
 )
 from ssdprof.measure.sampling import Name, Recordings, Sampler, SamplingPlan, sample_in_turns
 from ssdprof.measure.trace import busy_us, traced, work
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 
 T = TypeVar("T")
 Graph = torch.cuda.CUDAGraph
@@ -83,7 +83,7 @@ class CudaTimer:
         with suppress(torch.OutOfMemoryError):
             self._padding = torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def record(self, run: Run) -> tuple[Graph, Output]:
+    def record(self, run: Run) -> tuple[Graph, OutputPair]:
         """The CUDA graph of a call, and the output that every replay writes.
 
         The graph is captured after one call on another stream, as CUDA needs.  Graphs share their
@@ -253,7 +253,7 @@ class _Turns:
     plan: SamplingPlan
     clocks: Sequence[Clock]
     change: Callable[[bool], object] | None
-    graphs: dict[str, tuple[Graph, Output]] = field(default_factory=dict)
+    graphs: dict[str, tuple[Graph, OutputPair]] = field(default_factory=dict)
     untimed: dict[str, Fields] = field(default_factory=dict)
 
     def sample(self) -> dict[Name, Recordings]:
@@ -273,7 +273,7 @@ class _Turns:
         check: is called for replays and for calls.  sampled: the device times.
         """
 
-        def replay() -> Output:
+        def replay() -> OutputPair:
             graph, output = self.graphs[key]
             self.timer.device_us(graph)  # graphs share memory, which the latest replay has written
             return output

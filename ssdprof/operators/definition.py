@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeAlias
 
-from ssdprof.operators.operator import I, Output
+from ssdprof.operators.operator import I, OutputPair
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,8 +62,8 @@ class Definition(Generic[I]):
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     outputs: Mapping[str, str] = field(default_factory=dict)
     write: Callable[[I], Values] = unwritten
-    finish: Callable[[Values, Tensor, Tensor], Output] = unwritten
-    reference: Callable[..., Output] = unwritten
+    finish: Callable[[Values, Tensor, Tensor], OutputPair] = unwritten
+    reference: Callable[..., OutputPair] = unwritten
 
     def defines(self, document: Document) -> bool:
         """Whether a definition is of this kind: `read` can be called with inputs of its names, and

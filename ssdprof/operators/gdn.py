@@ -18,7 +18,7 @@ from ssdprof.operators.operator import (
     BoundCall,
     CallBinding,
     Operator,
-    Output,
+    OutputPair,
     Stages,
     computed,
     from_call,
@@ -70,7 +70,7 @@ def bind(
 
 def recorded(
     arguments: dict[str, Any], returned: Sequence[Tensor]
-) -> tuple[kernels.GDNInputs, Output | None]:
+) -> tuple[kernels.GDNInputs, OutputPair | None]:
     """The inputs of a recorded call of FlashInfer's prefill, and its output; None in place of the
     output if the call returned no final states.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ssdprof.kernels import GDNInputs
 from ssdprof.kernels.oracle import initial_states, spans_of
 from ssdprof.operators.definition import Definition, Values, states_in, unwritten
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 
 PER_TOKEN = ("q", "k", "v", "a", "b")
 
@@ -117,7 +117,7 @@ def write_step(inputs: GDNInputs) -> Values:
     return values
 
 
-def finish(inputs: Values, out: Tensor, final_states: Tensor) -> Output:
+def finish(inputs: Values, out: Tensor, final_states: Tensor) -> OutputPair:
     """`Definition.finish`: out in the shape of v, and states (n, HV, V, K)."""
     return out.reshape(inputs["v"].shape), final_states.mT.contiguous()
 
@@ -133,7 +133,7 @@ def gated_delta_rule(
     b: Tensor,
     scale: float,
     cu_seqlens: Tensor | None = None,
-) -> Output:
+) -> OutputPair:
     """The reference of the definitions: token by token, in fp64.
 
     q, k (tokens, H, K), v (tokens, HV, V), a, b (tokens, HV), state (n, HV, V, K).  Without

@@ -47,7 +47,7 @@ else:
     oracle = lazy("ssdprof.kernels.oracle")
 
 I = TypeVar("I", bound="Inputs", default=Any)
-Output: TypeAlias = "tuple[Tensor, Tensor]"  # out, final_states
+OutputPair: TypeAlias = "tuple[Tensor, Tensor]"  # out, final_states
 
 
 # --- stages
@@ -59,8 +59,9 @@ class Stages:
 
     order: stages and their parts ("chunk_scan.previous") in the order of tables.
     words: name of a stage or part -> the same in plain words, where the name does not say it.
-    kernels: function name of a bundled kernel -> the implementation that launches it.  For a kernel
-        of several it is one of them: `fused` also launches the kernel of `recurrent`.
+    kernels: function name of a bundled kernel -> the implementation that launches it.  If several
+        launch it, one of them: `fused` also launches that of `recurrent`, which stands for
+        `recurrent`.
     sources: SHA-256 of a file with another library's kernels -> its entry in `stages/`.  An entry
         has `stages`: function -> its stage, or "caller" for a helper that is inlined into several
         stages; `starts`: line -> the stage that begins there, inside a function; and, unless all
@@ -155,7 +156,7 @@ class CallBinding(Generic[I]):
     bind: Callable[..., BoundCall]
     bind_step: Callable[..., BoundCall] | None = None
     recorded: Mapping[
-        str, Callable[[dict[str, Any], Sequence[Tensor]], tuple[I, Output | None]]
+        str, Callable[[dict[str, Any], Sequence[Tensor]], tuple[I, OutputPair | None]]
     ] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
     always_a_pair: bool = False
@@ -163,7 +164,7 @@ class CallBinding(Generic[I]):
     per_position: tuple[str, ...]
     always_fp32: tuple[str, ...] = ()
     gate_bytes: Callable[[int, Mapping[str, int]], int]
-    replacement: Callable[[I], Output]
+    replacement: Callable[[I], OutputPair]
 
     def positional(self, inputs: I) -> dict[str, Tensor]:
         """The tensors (b, l, ...) by name, `views` first, without those that are None."""
@@ -216,7 +217,7 @@ class OracleSpec(Generic[I]):
     words: Callable[[dict[str, int]], str]
     flops: Callable[[Mapping[str, int], int], int]
 
-    def forms(self, inputs: Inputs) -> Output:
+    def forms(self, inputs: Inputs) -> OutputPair:
         """Empty out and final_states on the meta device, in the shapes and dtypes of an output."""
         out = torch.empty(inputs.values.shape, dtype=inputs.values.dtype, device="meta")
         return out, torch.empty(inputs.final_shape, dtype=torch.float32, device="meta")
@@ -411,7 +412,7 @@ def in_pieces(
     precision: kernels.Precision,
     *,
     is_cut: bool = True,
-) -> Output:
+) -> OutputPair:
     """Run the calls, at least one, one after the other, each from the states that the previous one
     left, and join their outputs.  Waits for nothing on the device.
 
@@ -421,7 +422,7 @@ def in_pieces(
     is_cut: whether `pieces` made the calls; otherwise there is only one, and its output is returned
         as it is.
     """
-    outputs: list[Output] = []
+    outputs: list[OutputPair] = []
     for inputs in calls:
         if outputs:
             inputs = inputs.after(outputs[-1][1])
@@ -467,7 +468,7 @@ def drafted(inputs: I, binding: CallBinding[I], count: int) -> I:
 # --- our kernels in a model
 
 
-def computed(chunked: Callable[..., Output], inputs: Inputs) -> Output:
+def computed(chunked: Callable[..., OutputPair], inputs: Inputs) -> OutputPair:
     """The output of `fused`, or of `unfused` if `fused` refuses the inputs or the operator has no
     `fused`, with exact intermediates and fp32 states.  For inputs that are not on an NVIDIA GPU,
     the output of the operator's `chunked` form in fp32, with out in the dtype of the values.

@@ -12,7 +12,7 @@ from ssdprof.kernels.inputs import Inputs
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, compare
 from ssdprof.measure.diagnosis import diagnosed
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 from ssdprof.record.settings import GIGABYTE
 
 # with at least so many bytes of a GPU free, the comparison with the oracle runs there, otherwise on
@@ -22,7 +22,7 @@ _ORACLE_BYTES = 10 * GIGABYTE
 kernels.get("ssd", "reference")  # imports the kernels of all operators
 
 
-def why_outside_budget(inputs: Inputs, served: Output) -> str:
+def why_outside_budget(inputs: Inputs, served: OutputPair) -> str:
     """Why the output of a server is outside the error budget of `ssdprof run`.  Empty if it is not,
     if the relative RMS errors of out and of the states are at most `CLOSE`, or if both differ from
     the bundled kernel's by at most half of `CLOSE`.
@@ -61,7 +61,7 @@ def why_outside_budget(inputs: Inputs, served: Output) -> str:
     return next(filter(None, reasons), "")
 
 
-def _bundled(inputs: Inputs) -> Output:
+def _bundled(inputs: Inputs) -> OutputPair:
     """The output of a bundled kernel; on the CPU, of the operator's chunked form in fp32.
 
     Only `recurrent` returns the state after each token of a verification.

@@ -12,10 +12,10 @@ from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.measure.accuracy import Candidate, compare, oracle_output
 from ssdprof.measure.diagnosis import diagnosed
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 
 
-def remarks(inputs: GDNInputs, output: Output) -> tuple[str, str]:
+def remarks(inputs: GDNInputs, output: OutputPair) -> tuple[str, str]:
     candidate = Candidate(output=output, precision=Precision())
     out, states = diagnosed(inputs, candidate, compare(inputs, {"": candidate})[""])
     return out.remark, states.remark

@@ -21,12 +21,12 @@ from ssdprof.measure.laws import Trial
 from ssdprof.measure.probes import Prober
 from ssdprof.operators import serving
 from ssdprof.operators.implementations import own_implementation, resolve
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 from ssdprof.operators.serving import gathered
 from ssdprof.store.reports import FAILURES
 
 SHAPES = {"gdn": "1/2x16x16", "kda": "2/2x16x16", "ssd": "2x16x16x1"}
-Kernel = Callable[[Any], Output]
+Kernel = Callable[[Any], OutputPair]
 ON_A_GPU = {"a replayed CUDA graph", "beside another stream"}
 
 
@@ -35,7 +35,7 @@ def step(operator: str = "gdn", **tokens):
     return generated(operator, SHAPES[operator], **{"sequences": 2, "seqlen": 1} | tokens)
 
 
-def good(inputs) -> Output:
+def good(inputs) -> OutputPair:
     """The oracle, on gathered states."""
     return gathered(kernels.get(inputs.operator, "reference"), inputs, Precision())
 
@@ -85,11 +85,11 @@ def positional(inputs) -> dict[str, torch.Tensor]:
 # --- wrong kernels
 
 
-def clamping_padding(inputs) -> Output:
+def clamping_padding(inputs) -> OutputPair:
     return good(replace(inputs, state_indices=inputs.state_indices.clamp(min=0)))
 
 
-def adding_padding_times_zero(inputs) -> Output:
+def adding_padding_times_zero(inputs) -> OutputPair:
     out, pool = good(inputs)
     slots = reads(inputs)
     if -1 in slots:
@@ -97,14 +97,14 @@ def adding_padding_times_zero(inputs) -> Output:
     return out, pool
 
 
-def writing_behind_the_last_of_an_odd_number(inputs) -> Output:
+def writing_behind_the_last_of_an_odd_number(inputs) -> OutputPair:
     out, pool = good(inputs)
     if inputs.sequences % 2:
         pool[reads(inputs)[-1] + 1, 1] *= 0.5
     return out, pool
 
 
-def advancing_the_slot_before_the_first(inputs) -> Output:
+def advancing_the_slot_before_the_first(inputs) -> OutputPair:
     out, pool = good(inputs)
     if -1 in reads(inputs):
         start = int(pool.storage_offset()) - pool.stride(0)
@@ -112,13 +112,13 @@ def advancing_the_slot_before_the_first(inputs) -> Output:
     return out, pool
 
 
-def writing_between_slots(inputs) -> Output:
+def writing_between_slots(inputs) -> OutputPair:
     out, pool = good(inputs)
     pool.as_strided((len(pool), pool[0].numel() + 1), (pool.stride(0), 1))[3, -1] = 0
     return out, pool
 
 
-def clearing_slots_without_tokens(inputs) -> Output:
+def clearing_slots_without_tokens(inputs) -> OutputPair:
     out, pool = good(inputs)
     for slot, length in zip(reads(inputs), inputs.cu_seqlens.diff(), strict=True):
         if not length:
@@ -126,23 +126,23 @@ def clearing_slots_without_tokens(inputs) -> Output:
     return out, pool
 
 
-def beginning_with_what_the_slot_holds(inputs) -> Output:
+def beginning_with_what_the_slot_holds(inputs) -> OutputPair:
     slots = inputs.state_indices
     return good(replace(inputs, state_indices=torch.where(slots < 0, inputs.write_indices, slots)))
 
 
-def updating_its_source(inputs) -> Output:
+def updating_its_source(inputs) -> OutputPair:
     out, pool = good(inputs)
     pool[reads(inputs)[0]] = pool[inputs.write_indices[0]]
     return out, pool
 
 
-def one_accepted_too_many(inputs) -> Output:
+def one_accepted_too_many(inputs) -> OutputPair:
     most = inputs.state_indices.shape[1]
     return good(replace(inputs, accepted=(inputs.accepted + 1).clamp(max=most)))
 
 
-def keeping_the_last_state_alone(inputs) -> Output:
+def keeping_the_last_state_alone(inputs) -> OutputPair:
     if inputs.write_indices.ndim == 2:
         table = inputs.write_indices.clone()
         table[:, :-1] = -1
@@ -150,25 +150,25 @@ def keeping_the_last_state_alone(inputs) -> Output:
     return good(inputs)
 
 
-def a_step_reads_the_first_column(inputs) -> Output:
+def a_step_reads_the_first_column(inputs) -> OutputPair:
     if inputs.length == 1:
         inputs = replace(inputs, accepted=torch.ones_like(inputs.accepted))
     return good(inputs)
 
 
-def one_row_is_special(inputs) -> Output:
+def one_row_is_special(inputs) -> OutputPair:
     out, pool = good(inputs)
     return (out * 1.25 if inputs.sequences == 1 else out), pool
 
 
-def hardly_invariant(inputs) -> Output:
+def hardly_invariant(inputs) -> OutputPair:
     out, pool = good(inputs)
     if inputs.sequences == 1:
         pool[reads(inputs)] *= 1 + 2.0**-22
     return out, pool
 
 
-def without_rows_beyond_a_block(inputs) -> Output:
+def without_rows_beyond_a_block(inputs) -> OutputPair:
     pool = inputs.initial_state.clone()
     out, changed = good(inputs)
     for slot in reads(inputs)[16:]:
@@ -176,7 +176,7 @@ def without_rows_beyond_a_block(inputs) -> Output:
     return out, changed
 
 
-def minus_one_of_int64_is_a_slot(inputs) -> Output:
+def minus_one_of_int64_is_a_slot(inputs) -> OutputPair:
     slots = inputs.state_indices
     last = len(inputs.initial_state) - 1
     if slots.dtype == torch.int64:
@@ -184,29 +184,29 @@ def minus_one_of_int64_is_a_slot(inputs) -> Output:
     return good(replace(inputs, state_indices=slots))
 
 
-def int64_as_two_words(inputs) -> Output:
+def int64_as_two_words(inputs) -> OutputPair:
     slots = inputs.state_indices
     if slots.dtype == torch.int64:
         slots = slots.view(torch.int32)[: len(slots)]
     return good(replace(inputs, state_indices=slots))
 
 
-def without_strides_of_indices(inputs) -> Output:
+def without_strides_of_indices(inputs) -> OutputPair:
     slots = inputs.state_indices.as_strided(inputs.state_indices.shape, (1,))
     return good(replace(inputs, state_indices=slots))
 
 
-def updating_a_copy(inputs) -> Output:
+def updating_a_copy(inputs) -> OutputPair:
     out, _ = good(replace(inputs, initial_state=inputs.initial_state.contiguous()))
     return out, inputs.initial_state
 
 
-def returning_a_copy(inputs) -> Output:
+def returning_a_copy(inputs) -> OutputPair:
     out, pool = good(inputs)
     return out, pool.clone()
 
 
-def rounding_after_each_token(inputs) -> Output:
+def rounding_after_each_token(inputs) -> OutputPair:
     outs = []
     for token in range(inputs.length):
         cut = {name: one[:, token : token + 1] for name, one in positional(inputs).items()}
@@ -214,7 +214,7 @@ def rounding_after_each_token(inputs) -> Output:
     return torch.cat(outs, 1), inputs.initial_state
 
 
-def offsets_in_32_bits(inputs) -> Output:
+def offsets_in_32_bits(inputs) -> OutputPair:
     pool = inputs.initial_state
     near = [slot for slot in range(len(pool)) if slot * pool.stride(0) < 2**31]
     kept = pool[len(near) :].clone()
@@ -223,7 +223,7 @@ def offsets_in_32_bits(inputs) -> Output:
     return out, pool
 
 
-def changing_the_tokens(inputs) -> Output:
+def changing_the_tokens(inputs) -> OutputPair:
     output = good(inputs)
     inputs.v[0] += 1
     return output
@@ -232,7 +232,7 @@ def changing_the_tokens(inputs) -> Output:
 class WrongInItsFortiethCall:
     calls = 0
 
-    def __call__(self, inputs) -> Output:
+    def __call__(self, inputs) -> OutputPair:
         self.calls += 1
         out, pool = good(inputs)
         if self.calls == 40:
@@ -246,21 +246,21 @@ class SlotsByAddress:
     def __init__(self):
         self.slots: dict[int, torch.Tensor] = {}
 
-    def __call__(self, inputs) -> Output:
+    def __call__(self, inputs) -> OutputPair:
         slots = inputs.state_indices
         return good(
             replace(inputs, state_indices=self.slots.setdefault(slots.data_ptr(), slots.clone()))
         )
 
 
-def nan_behind_a_wrong_row(inputs) -> Output:
+def nan_behind_a_wrong_row(inputs) -> OutputPair:
     out, pool = good(inputs)
     out[0] += 1
     out[3, :, 1] = torch.nan
     return out, pool
 
 
-def raising(inputs) -> Output:
+def raising(inputs) -> OutputPair:
     raise IndexError("slot -1")
 
 
@@ -390,12 +390,12 @@ def test_the_call_that_broke_a_law_is_kept_with_its_pool(
 
 
 def test_a_kernel_that_refuses_some_calls_is_judged_by_the_others():
-    def steps_alone(inputs) -> Output:
+    def steps_alone(inputs) -> OutputPair:
         if inputs.length > 1:
             raise UnsupportedError("one token")
         return good(inputs)
 
-    def halving_drafts_alone(inputs) -> Output:
+    def halving_drafts_alone(inputs) -> OutputPair:
         if inputs.length == 1:
             raise UnsupportedError("drafts")
         out, pool = good(inputs)
@@ -429,7 +429,7 @@ def test_a_users_kernel_is_tested_once_for_a_kind_of_layer(monkeypatch):
     monkeypatch.setattr(pools, "LAWS", {law: pools.LAWS[law]})
     monkeypatch.setattr(probes, "laws_of", lambda _trial: {})
 
-    def kernel(inputs) -> Output:
+    def kernel(inputs) -> OutputPair:
         return beginning_with_what_the_slot_holds(inputs) if -1 in reads(inputs) else good(inputs)
 
     own = working_in_place(kernel)

@@ -18,7 +18,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.reference import ssd_chunked
 from ssdprof.measure.accuracy import block_length
 from ssdprof.operators import ssd_oracle as ssd
-from ssdprof.operators.operator import Output
+from ssdprof.operators.operator import OutputPair
 from ssdprof.operators.rounding import Span
 
 BF16 = torch.bfloat16
@@ -44,14 +44,14 @@ def begun(inputs, precision: Precision):
     return operators.get(inputs.operator).oracle.rounded(inputs, precision)
 
 
-def advanced(lo, inputs, batch: int, start: int, stop: int) -> Output:
+def advanced(lo, inputs, batch: int, start: int, stop: int) -> OutputPair:
     span = Span(sequence=batch, batch=batch, start=start, stop=stop)
     gate = operators.get(inputs.operator).oracle.gate(inputs, span)
-    found: Output = lo.advance(inputs, span, gate)
+    found: OutputPair = lo.advance(inputs, span, gate)
     return found
 
 
-def rounded(inputs, precision: Precision, *, block: int = 10**6) -> Output:
+def rounded(inputs, precision: Precision, *, block: int = 10**6) -> OutputPair:
     outs = []
     states = []
     sequences, length = inputs.values.shape[:2]

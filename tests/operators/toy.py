@@ -19,7 +19,7 @@ from ssdprof.kernels.oracle import Block
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.registry import Implementation, Plan, register
 from ssdprof.operators.generate import Cell, InputGenerator
-from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, Output
+from ssdprof.operators.operator import BoundCall, CallBinding, Operator, OracleSpec, OutputPair
 from ssdprof.operators.rounding import Gate, Rounded, Span
 from ssdprof.operators.tensors import dtype_named
 
@@ -48,7 +48,7 @@ class ToyInputs(Inputs):
 # --- implementations
 
 
-def running_sum(inputs: ToyInputs, precision: Precision) -> Output:
+def running_sum(inputs: ToyInputs, precision: Precision) -> OutputPair:
     """Position after position, in fp32; the state is stored in the precision's dtype after every
     chunk.
     """

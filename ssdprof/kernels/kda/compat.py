@@ -2,7 +2,8 @@
 needs to change one import only.
 
 Shapes are those of `kda_fused`.  A g above 0 counts as 0; in fla it makes the state grow.
-safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and chunk_size have no effect.
+safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and chunk_size have no effect,
+and lower_bound has none without raw gates.
 """
 
 from typing import Any
@@ -41,12 +42,12 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention: (out, final_state), with the state None without output_final_state.
 
-    use_gate_in_kernel: g has raw gates (`RawKDAInputs`), with the keywords A_log and dt_bias of HV
-        and HV * K elements in any shape, each 0 if absent; without lower_bound A_log is needed.
+    use_gate_in_kernel: g has raw gates (`RawKDAInputs`) with A_log and dt_bias, HV and HV * K
+        elements in any shape, each 0 if absent.  A_log may be absent only with lower_bound.
     use_beta_sigmoid_in_kernel: beta is a logit; allow_neg_eigval: then it is up to 2.
 
-    Raises UnsupportedError for return_intermediate_states, cp_context, and options without the one
-    that they need, ValueError for raw gates without a rate, and TypeError for other keywords.
+    Raises UnsupportedError for return_intermediate_states, cp_context, and A_log, dt_bias or
+    allow_neg_eigval without those; ValueError without A_log and lower_bound; TypeError otherwise.
     """
     del safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
     kwargs.pop("chunk_size", None)
