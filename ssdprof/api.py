@@ -39,7 +39,6 @@ from ssdprof.jobs.documents import exported, format_of
 from ssdprof.jobs.failures import load_call as load_call
 from ssdprof.jobs.replay import Planned, Replay, planned
 from ssdprof.kernels.inputs import Inputs
-from ssdprof.kernels.kda.inputs import RawKDAInputs
 from ssdprof.kernels.registry import Implementation
 from ssdprof.operators.implementations import Resolve, own_implementation, required, resolver
 from ssdprof.operators.operator import Operator
@@ -333,7 +332,7 @@ def _check_types(inputs: object, implementations: object) -> None:
     operator, or have raw gates, which only `kda_fused` takes, and for implementations that are no
     list or tuple, or an empty one.
     """
-    if not isinstance(inputs, Inputs) or isinstance(inputs, RawKDAInputs):
+    if not isinstance(inputs, Inputs) or type(inputs) is not operators.get(inputs.operator).inputs:
         raise BadInputError(
             f"inputs is {type(inputs).__name__!r}, not the inputs of an operator.",
             "Give an object of ssdprof.kernels.SSDInputs, GDNInputs or KDAInputs.",

@@ -207,9 +207,7 @@ def test_the_length_of_the_blocks_does_not_matter(monkeypatch):
     output = right_answer(inputs)
     output.out[1, 140, 3, 9] += 1
     whole = judge(output, inputs)
-    monkeypatch.setattr(
-        accuracy, "block_length", lambda _oracle, inputs, _device: inputs.chunk_size
-    )
+    monkeypatch.setattr(accuracy, "block_length", lambda _oracle, inputs: inputs.chunk_size)
     steps = []
     candidate = Candidate(output=output, precision=EXACT)
     pieces = compare(inputs, {"ours": candidate}, on_progress=steps.append)["ours"]

@@ -244,8 +244,8 @@ def hand_over_state(
 
     states_ptr, tile, m_state: where states are handed over, and their mask.
     flag_ptr: where the segments of the sequence that have handed over their states are counted.
-    entering: the state that entered the segment.  Of the first segment it is zeros or the caller's
-        initial state, which was not at states_ptr.
+    entering: the state that entered the segment; if it is the first, zeros or the caller's initial
+        state, which was not at states_ptr.
     added: the state that the segment adds.  decay_log2: log2 of
         the segment's decay
     """

@@ -67,8 +67,8 @@ LOOKS = gl.constexpr(2048)  # bounds that one iteration of `reach_back` reads, f
 FIELDS = gl.constexpr(11)
 by_j = gl.constexpr(product_layout(64, 4))  # (j, half of K)
 
-# Stages of functions and of waits (`stalls/attribute.py`); functions that are not listed have the
-# stage of their caller.
+# Stages of functions and of waits (`stalls/attribute.py`); functions that are not listed have
+# their caller's stage.
 STAGES = {
     "segments": "ticket", "segment_at": "ticket", "reach_back": "ticket", "first_passes": "ticket",
     "write_part": "ticket", "nth_slow_row": "ticket", "value_at": "ticket", "parts_of": "ticket",
