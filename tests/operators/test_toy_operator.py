@@ -75,7 +75,7 @@ def test_from_stored_captures_to_reports(captures: Path):
 
 
 def test_a_wrong_implementation_of_it_is_found(captures: Path, monkeypatch):
-    def wrong(inputs: toy.ToyInputs, precision: Precision) -> toy.Output:
+    def wrong(inputs: toy.ToyInputs, precision: Precision) -> toy.OutputPair:
         out, state = toy.running_sum(inputs, precision)
         out[1, 20, 1, 3] += 1
         return out, state
