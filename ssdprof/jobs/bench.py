@@ -119,7 +119,7 @@ def bench(
         requested=tuple(requested),
         conditions=request.conditions,
         baseline=request.baseline,
-        matched_with=request.match_with or operator.baseline,
+        matched_with=request.match_with,
         smallest_difference=request.smallest_difference,
         kernels=kernels_hash(operator.name),
         absent=tuple(known.absent for known in request.compared if known.absent),
@@ -179,7 +179,8 @@ def decode_cells(
 
 
 def resolved(options: BenchOptions, names: Sequence[str]) -> BenchOptions:
-    """The options with their implementations, which are the request of `bench`.
+    """The options with their implementations, and the names of the baseline and of the one with
+    which outputs are compared: the request of `bench`.
 
     names: names of all implementations to compare.
 
@@ -426,8 +427,9 @@ class CellBench:
                 )
                 entry.probes = partial(self._prober.probe, implementation, of_size, precision)
                 entries.append(entry)
+        assert request.match_with is not None  # `resolved` names it
         for entry in entries:
-            entry.baseline = matched_with(entry, entries, request.match_with or operator.baseline)
+            entry.baseline = matched_with(entry, entries, request.match_with)
         return entries
 
 

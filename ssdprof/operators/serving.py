@@ -75,10 +75,13 @@ def gathered(
     every_state = written.ndim == 2  # (sequences, tokens): a slot for the state after each token
     plain = replace(inputs.after(states), state_every=int(every_state))
     out, new_states = implementation.run(plain, precision)
-    positions, exist = pools.token_positions(inputs, written.shape[1] if every_state else 1)
-    rows = positions if every_state else torch.arange(len(slots), device=pool.device)
+    if every_state:
+        rows, has_state = pools.token_positions(inputs, written.shape[1])
+    else:
+        _, has_state = pools.token_positions(inputs, 1)  # whether the sequence has a token
+        rows = torch.arange(len(slots), device=pool.device)
     targets = written.flatten()
-    _scatter(pool, targets, exist.flatten() & (targets >= 0), new_states[rows.flatten()])
+    _scatter(pool, targets, has_state.flatten() & (targets >= 0), new_states[rows.flatten()])
     return kernels.Output(out, pool)
 
 

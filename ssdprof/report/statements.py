@@ -132,7 +132,7 @@ def shortcomings(outcome: Outcome) -> list[str]:
     if faults_of_inputs := failed_by_finite.get(False):
         where = f"In {layer_words(faults_of_inputs)} the exact answer itself is not finite"
         reason = _nonfinite_reason(faults_of_inputs[0])
-        lines.append(f"FAILED: the model's inputs, not the kernels.  {where}{reason}.")
+        lines.append(f"FAILED: the model's inputs, not the kernels.  {where}.{reason}")
     if faults_of_kernels := failed_by_finite.get(True):
         lines.append(
             f"FAILED: {len(faults_of_kernels)} of {fmt.plural(outcome.compared, 'case')}: "
@@ -153,11 +153,13 @@ def shortcomings(outcome: Outcome) -> list[str]:
     return lines
 
 
-def _nonfinite_reason(first: Case) -> str:
-    """Why the exact answer of the first such case is not finite, at the end of a sentence."""
-    remarks = [tensor.remark for tensor in first.accuracy if tensor.floor.nonfinite]
+def _nonfinite_reason(case: Case) -> str:
+    """A sentence on why the exact answer of the case is not finite, after two spaces; empty if no
+    remark on its accuracy says it.
+    """
+    remarks = [tensor.remark for tensor in case.accuracy if tensor.floor.nonfinite]
     reason = next(filter(None, remarks), "")
-    return f".  It begins in {first.case_key}: {reason}" if reason else ""
+    return f"  It begins in {case.case_key}: {reason}." if reason else ""
 
 
 def _consequence(law: Probe) -> str:
