@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import Answer, ending
 from fakes import denied
+from targets import slow
 from torchrun import python
 
 import ssdprof
@@ -229,8 +230,10 @@ def shell(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     [
         ("PROGRAM models >&-", 3, "error: Standard output is closed."),
         ("PROGRAM models > /dev/full", 3, "error: The disk is full"),
-        ("PROGRAM models --json > /dev/full", 3, "error: The disk is full"),
-        ("PROGRAM export nothing 2> /dev/full", 2, ""),
+        *slow(
+            ("PROGRAM models --json > /dev/full", 3, "error: The disk is full"),
+            ("PROGRAM export nothing 2> /dev/full", 2, ""),
+        ),
         ("PROGRAM export nothing 2>&-", 2, ""),
         (
             "mkdir gone; cd gone; rmdir ../gone; PROGRAM doctor",

@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 import pytest
 import recorded
 from command_line import Answer
+from targets import slow
 from test_documents import CODE, COMMANDS, DOCUMENTS, ROOT, options_of
 
 from ssdprof.commands.stored import schema
@@ -103,9 +104,10 @@ def test_every_bench_that_is_named_has_results():
     assert {name for name in named if name not in benches | tracked()} == set()
 
 
-@pytest.mark.parametrize(
-    "folder", sorted({file.parent for file in recorded.RESULTS.glob("*/report.json")}), ids=str
-)
+FOUND = sorted({file.parent for file in recorded.RESULTS.glob("*/report.json")})
+
+
+@pytest.mark.parametrize("folder", [FOUND[0], *slow(*FOUND[1:])], ids=str)
 def test_a_recorded_result_is_exported_as_a_page(folder: Path, tmp_path):
     page = tmp_path / "x.html"
     Answer("export", str(folder), "-o", str(page))

@@ -29,7 +29,7 @@ ONE_PRECISION = "--dtypes exact --states fp32"
 FAST = f"{SEQ} {ONE_LAYER} {ONE_PRECISION}"
 
 
-@pytest.fixture(scope="module", params=DEMO_FOLDERS)
+@pytest.fixture(scope="module", params=DEMOS)
 def demo_run(request, tmp_path_factory) -> Path:
     """A folder with one `ssdprof run` of a demo at every precision, and the two output streams of
     the run.

@@ -91,6 +91,7 @@ def test_the_example_of_the_documents(here: Path, model, function):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("not_isolated")
 def test_the_example_with_a_pool_keeps_its_laws_and_runs_in_decode_steps_alone(here: Path):
     write_example(here)
@@ -323,6 +324,7 @@ def test_every_law_has_a_consequence_for_a_user():
     assert set(LAWS) - {REPEATS} <= set(CONSEQUENCES)
 
 
+@pytest.mark.slow
 def test_a_named_library_makes_its_first_call_in_another_process():
     """Which finds it by the word that the user typed."""
     model = resolve(operators.get("ssd"), "model")

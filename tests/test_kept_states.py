@@ -14,6 +14,7 @@ from command_line import DEMOS, ending, passing
 from fakes import RAN, needs_interpreter, note_runs, pretend_gpu
 from generated_inputs import generated
 from measure.test_probes import probed
+from targets import OPERATORS, slow
 from torch import Tensor
 
 from ssdprof import kernels
@@ -85,7 +86,7 @@ def wrong_column_in_place(reference: Implementation, inputs, precision: Precisio
 
 
 @pytest.mark.parametrize("pool", [False, True])
-@pytest.mark.parametrize("operator", SHAPES)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_kept_states_are_compared_with_runs_that_are_cut_there(operator, pool, monkeypatch):
     pretend_gpu(monkeypatch)
     reference = kernels.get(operator, "reference")
@@ -130,7 +131,7 @@ def test_kept_states_are_compared_with_runs_that_are_cut_there(operator, pool, m
         assert f" --verify {case.seqlen} --batch 3" in " ".join(report.again(case))
 
 
-@pytest.mark.parametrize("operator", SHAPES)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_states_on_the_way_are_those_of_runs_that_are_cut_there(operator, monkeypatch):
     pretend_gpu(monkeypatch, real=True)
     note_runs(monkeypatch, operator, real=True, unfused=50.0, fused=50.0)
@@ -146,7 +147,7 @@ def test_states_on_the_way_are_those_of_runs_that_are_cut_there(operator, monkey
 
 
 @pytest.mark.parametrize("pool", [False, True])
-@pytest.mark.parametrize("operator", ["gdn", "ssd"])
+@pytest.mark.parametrize("operator", [*slow("gdn"), "ssd"])
 def test_suffixes_of_mixed_lengths_begin_with_their_cached_states(operator, pool):
     """`bench --packed 5x1-9`: what runs is judged by the states that were given."""
     reference = kernels.get(operator, "reference")

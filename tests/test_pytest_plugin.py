@@ -1,5 +1,6 @@
 """A kernel's repository has the verdict in its own tests, by a fixture of the package."""
 
+import pytest
 from torchrun import python
 
 TESTS = """
@@ -36,6 +37,7 @@ def test_my_kernel(inputs, kernel, ssdprof_judge):
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_is_judged_in_the_tests_of_an_empty_repository(tmp_path):
     (tmp_path / "test_my_kernel.py").write_text(TESTS)
     done = python("-m", "pytest", "--strict-markers", "-p", "no:xdist", cwd=tmp_path)

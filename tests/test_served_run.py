@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cases import accuracies
 from command_line import DEMOS, Answer, ending, passing
+from targets import slow
 
 from ssdprof.capture.layers import CapturedLayer
 from ssdprof.capture.manifest import read_manifest
@@ -132,8 +133,7 @@ def test_packed_sequences_are_one_call():
     ("model", "words", "fitting"),
     [
         ("demo", "2 heads x 64", "2 or 4"),
-        ("demo-gdn", "1/2 heads", "2"),
-        ("demo-kda", "1/1 heads", "2"),
+        *slow(("demo-gdn", "1/2 heads", "2"), ("demo-kda", "1/1 heads", "2")),
     ],
 )
 def test_a_rank_is_told_and_takes_stored_captures(model, words, fitting):

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from targets import slow
 
 from ssdprof.commands.terminal import lossy_stream
 
 RUN = "run demo --seq 8 --layers first:1 --dtypes exact --states fp32 --impl unfused --out run"
-pytestmark = pytest.mark.usefixtures("in_empty_folder")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("in_empty_folder")]
 
 
 def command(**variables: str) -> subprocess.Popen[str]:
@@ -29,15 +28,9 @@ def command(**variables: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("variable", "value", "words"),
     [
-        *slow(
-            ("TORCH_LOGS", "nonsense", "error: torch cannot be imported: Invalid log settings"),
-            ("PYTORCH_JIT", "nonsense", "error: torch cannot be imported: Unknown setting"),
-            (
-                "TORCHINDUCTOR_CACHE_DIR",
-                "/proc/x",
-                "error: transformers cannot be imported: [Errno",
-            ),
-        ),
+        ("TORCH_LOGS", "nonsense", "error: torch cannot be imported: Invalid log settings"),
+        ("PYTORCH_JIT", "nonsense", "error: torch cannot be imported: Unknown setting"),
+        ("TORCHINDUCTOR_CACHE_DIR", "/proc/x", "error: transformers cannot be imported: [Errno"),
         ("PYTHONOPTIMIZE", "2", "error: Python runs without docstrings"),
         ("TORCH_COMPILE_DEBUG", "nonsense", "error: transformers cannot be imported: invalid lit"),
     ],

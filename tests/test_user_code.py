@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import inputs
+from targets import slow
 from torchrun import MODULE, python, wait_for
 
 from ssdprof import operators
@@ -153,12 +154,14 @@ cli.main()
             1,
             "The process that ran k:f ended early, with SIGSEGV, in the law 'a'",
         ),
-        ("pass", "sys.stdout.close(); print()", 0, "PASSED: all 2 cases"),
-        (
-            "child.time.sleep(1000)",
-            "pass",
-            1,
-            "ran k:f was stopped: a call of its kernel did not end within 0.2 s",
+        *slow(
+            ("pass", "sys.stdout.close(); print()", 0, "PASSED: all 2 cases"),
+            (
+                "child.time.sleep(1000)",
+                "pass",
+                1,
+                "ran k:f was stopped: a call of its kernel did not end within 0.2 s",
+            ),
         ),
         ("import shutil; shutil.rmtree('out')", "pass", 3, "out cannot be written: it was removed"),
     ],

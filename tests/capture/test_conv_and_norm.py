@@ -5,6 +5,7 @@ restored.
 import pytest
 import tiny_models
 import torch
+from targets import slow
 from torch import Tensor, nn
 
 from ssdprof.capture.conv_and_norm import CONVOLUTION, ConvAndNorm, gated_norms, norm_form
@@ -17,8 +18,8 @@ def logits(model, segment: int = 40) -> Tensor:
     return prefill(model, tiny_models.prompt(40), segment)
 
 
-@pytest.mark.parametrize("name", [*tiny_models.SSD, *tiny_models.GDN])
-@pytest.mark.parametrize("segment", [pytest.param(40, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("name", ["mamba2", *slow(*[*tiny_models.SSD][1:]), *tiny_models.GDN])
+@pytest.mark.parametrize("segment", [*slow(40), 16])
 def test_logits_of_every_family_stay_the_same(name, segment):
     model = tiny_models.shared(name)
     bundled = ConvAndNorm(find_mixers(model))

@@ -22,6 +22,7 @@ from checkpoint.folders import ORIGINAL_CONFIG, edit_json, write_original
 from command_line import Answer, ending
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from targets import slow
 from torch import Tensor
 
 from ssdprof.checkpoint.config import PICKLE
@@ -129,7 +130,7 @@ def with_exact_gates(
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, torch.float32) for name in tiny_models.MODELS),
+        *slow(*((name, torch.float32) for name in tiny_models.MODELS)),
         ("qwen3_5_text", torch.float64),
         ("kimi_linear", torch.float64),
     ],
@@ -312,7 +313,7 @@ def test_a_file_beside_the_index_is_named():
         r"_fsdp_wrapped_module.layers.\1._fsdp_wrapped_module._checkpoint_wrapped_module.",
     ],
 )
-@pytest.mark.parametrize("name", ["qwen3_5_text", "kimi_linear"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", *slow("kimi_linear")])
 def test_names_that_wrappers_put_into_keys(name, wrapped, head):
     folder = checkpoint(name)
     expected = loaded(folder, head=head)
@@ -431,7 +432,10 @@ def test_a_full_temporary_folder_is_no_damage(monkeypatch):
 
 @pytest.mark.parametrize(
     "file",
-    ["tiktoken.model", "tekken.json", "tokenization_x.py", "source.spm", "inner/tokenizer.json"],
+    [
+        "tiktoken.model",
+        *slow("tekken.json", "tokenization_x.py", "source.spm", "inner/tokenizer.json"),
+    ],
 )
 def test_a_tokenizer_that_is_not_read_is_named(file):
     folder = checkpoint()
@@ -458,9 +462,7 @@ def test_models_decode_with_parameters_in_fp32(name):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("", "_orig_mod."),
-        ("", "module."),
-        ("", "model._orig_mod."),
+        *slow(("", "_orig_mod."), ("", "module."), ("", "model._orig_mod.")),
         ("model.", "model.language_model.model."),
     ],
 )
@@ -504,7 +506,7 @@ def test_an_adapter_is_named_and_never_silent():
 
 @pytest.mark.parametrize(
     ("key", "tied"),
-    [("score.weight", True), ("classifier.weight", False), ("model.score.weight", True)],
+    [("score.weight", True), *slow(("classifier.weight", False), ("model.score.weight", True))],
 )
 def test_a_classifier_predicts_no_tokens(key, tied):
     folder = checkpoint(tie_word_embeddings=tied)

@@ -10,6 +10,7 @@ import torch
 from accelerate import dispatch_model
 from accelerate.utils import send_to_device
 from capture.exact import capture, check_same
+from targets import slow
 from torch import nn
 
 from ssdprof.capture.forward import PromptRun, cache_name
@@ -85,7 +86,7 @@ def some_room(located: Model) -> tuple[Any, DeviceMap]:
     return model, mapped
 
 
-@pytest.mark.parametrize("segment_length", [70, 32])
+@pytest.mark.parametrize("segment_length", [*slow(70), 32])
 @tiny_models.every_model
 def test_captures_of_a_model_on_the_disk_are_those_of_one_in_memory(
     saved: Saved, name, segment_length

@@ -217,6 +217,7 @@ SPREADS = (0.0, 0.005, 0.01, 0.02)  # from run to run
 PERCENT = (3, 5)
 
 
+@pytest.mark.slow
 def test_the_page_says_how_often_an_unchanged_case_fails():
     """Two runs of one time, with the scatter of each recorded comparison of a kernel with
     itself.

@@ -21,6 +21,8 @@ from ssdprof.jobs.options import ServedModelOptions
 from ssdprof.jobs.plan import choose
 from ssdprof.jobs.target import find
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "large-models.md"
 LAYERS = 4
 STORED = {torch.bfloat16: "BF16", torch.float32: "F32"}

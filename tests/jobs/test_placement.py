@@ -423,7 +423,7 @@ def lower_right(queries: int, keys: int) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
-@pytest.mark.parametrize("name", ["mamba2", *slow("granitemoehybrid", "bamba"), "qwen3_next"])
+@pytest.mark.parametrize("name", ["mamba2", *slow("granitemoehybrid", "bamba", "qwen3_next")])
 @pytest.mark.parametrize(
     ("segment_length", "serving"),
     [
@@ -457,7 +457,7 @@ def test_the_predicted_peak_is_that_of_a_capture(
     assert predicted != pytest.approx(2 * found, rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["granitemoehybrid", "qwen3_next"])
+@pytest.mark.parametrize("name", ["granitemoehybrid", *slow("qwen3_next")])
 def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(name, tmp_path):
     """A mask of a segment by the prompt would have 16 GiB for a million tokens."""
     tiny_models.shared(name).save_pretrained(tmp_path)
@@ -470,7 +470,7 @@ def test_a_model_that_is_cut_before_its_first_attention_layer_builds_no_mask(nam
 
 
 @pytest.mark.parametrize("segment_length", [1024, 256])
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["mamba2", *slow("qwen3_next")])
 def test_operator_calls_of_one_form_are_tried_once(name, segment_length, monkeypatch):
     """The predicted peak is the same as if every call were tried."""
     shapes, wanted = shapes_of(name)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import rows
 from command_line import DEMOS, ending, passing
+from targets import OPERATORS
 
 from ssdprof import operators
 from ssdprof.core.case import Case, DecodedStates
@@ -71,7 +72,7 @@ def test_the_exponent_of_growth_has_an_interval():
     assert exponent(steps[:2], [1.0, 2.0]) is None
 
 
-@pytest.mark.parametrize("operator", SHAPES)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_a_format_that_loses_a_head_is_found_in_every_operator(operator):
     Path("mine.py").write_text(FORMATS)
     names = ["fp32", "bf16", "mine:all", "mine:loses_a_head", "mine:empty"]

@@ -15,6 +15,7 @@ import torch
 from command_line import Answer, ending, passing
 from fakes import needs_interpreter
 from generated_inputs import cell_of, generated
+from targets import slow
 from tuning_fakes import (
     COMMITTED_SEGMENT,
     GPU,
@@ -258,7 +259,7 @@ def of(cases: Sequence[Case], name: str) -> Case:
     return next(case for case in cases if case.implementation == name)
 
 
-@pytest.mark.parametrize(("fitting", "turns"), [(100, 5), (12, 9)])
+@pytest.mark.parametrize(("fitting", "turns"), [(100, 5), *slow((12, 9))])
 def test_it_goes_to_the_fastest_axis_by_axis(fitting, turns, monkeypatch):
     """A configuration is written to the file and read back unchanged.  fitting: whose outputs are
     kept by graphs.
@@ -326,10 +327,12 @@ def wrong_if_packed(fake: FakeTimer) -> Callable[[Any, Any], Any]:
     ("fake", "why"),
     [
         (FakeTimer(noise=map(random.Random(0).gauss, repeat(1), repeat(0.05))), ""),
-        (PlacedTimer(), ""),
-        (
-            FakeTimer(cost=lambda config, _: 99.2 if config.segment == 4 else 100.0),
-            "not 1% faster with 95 %",
+        *slow(
+            (PlacedTimer(), ""),
+            (
+                FakeTimer(cost=lambda config, _: 99.2 if config.segment == 4 else 100.0),
+                "not 1% faster with 95 %",
+            ),
         ),
         # the short input has 1,024 of the 1,280 positions
         (
@@ -376,10 +379,12 @@ def test_a_wrong_candidate_is_named_and_never_found():
     ("broken", "result", "why"),
     [
         ("refused", "failed", "RuntimeError: out of resources: shared memory"),
-        (
-            "unrecorded",
-            "passed",
-            "The candidate segment 4 is not timed: it cannot be captured as a",
+        *slow(
+            (
+                "unrecorded",
+                "passed",
+                "The candidate segment 4 is not timed: it cannot be captured as a",
+            )
         ),
         ("faulty", "", ""),
     ],
@@ -403,6 +408,7 @@ def test_a_candidate_that_does_not_run_is_named_and_one_that_costs_the_gpu_ends_
         found(fake())
 
 
+@pytest.mark.slow
 def test_a_find_of_the_portable_kernel_holds_for_every_length_and_for_packed_sequences():
     problem = ssd_problem("portable", 128, 192)
     both = by_warps((128, 192))
@@ -593,11 +599,12 @@ def pretended_gpu(monkeypatch):
             ("2x16x16x1, bf16, 1 x 40", "2x16x16x1, bf16, 1 x 100"),
             lambda: ssd_fused.plan(ssd_inputs(100)),
         ),
-        pytest.param(
-            "kda --shape 1/2x16x16 --seq 70",
-            ("1/2x16x16, bf16, 1 x 70",),
-            lambda: kda_fused.plan(generated("kda", SMALL_GDN, 70, layout="contiguous")),
-            marks=pytest.mark.slow,
+        *slow(
+            (
+                "kda --shape 1/2x16x16 --seq 70",
+                ("1/2x16x16, bf16, 1 x 70",),
+                lambda: kda_fused.plan(generated("kda", SMALL_GDN, 70, layout="contiguous")),
+            )
         ),
     ],
 )

@@ -314,6 +314,9 @@ def slow(*values) -> list[Any]:
     return [pytest.param(*each, marks=pytest.mark.slow) for each in several]
 
 
+OPERATORS = ["ssd", *slow("gdn", "kda")]
+
+
 def listed(*names: str, slow=(), emulated=(), emulated_slow=(), gpu=()) -> list[Any]:
     """Parameters: these targets in the interpreter, in the emulator and on a GPU."""
     parameters = []

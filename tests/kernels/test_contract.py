@@ -52,12 +52,11 @@ WIDE["kda"] = WIDE["gdn"]
 @pytest.mark.parametrize("dtype", [torch.float64, FP16, BF16, FP32], ids=str)
 @targets(
     "ssd fused",
-    "ssd unfused",
-    "gdn fused",
     "gdn unfused",
-    "kda fused",
     "kda unfused",
-    emulated=("ssd hopper, short", "gdn first passes", "kda whole"),
+    slow=("ssd unfused", "gdn fused", "kda fused"),
+    emulated=["ssd hopper, short"],
+    emulated_slow=("gdn first passes", "kda whole"),
     gpu=("ssd hopper, short", "gdn first passes", "kda fused", *KDA_HOPPER),
 )
 def test_dtypes_of_steps_gates_and_states(kernel: Target, dtype):
@@ -89,9 +88,21 @@ def test_state_dtype_is_where_states_are_rounded():
 # --- a sequence and its neighbours
 
 NEIGHBOURS = dict(
-    slow=("ssd recurrent", "gdn fused", "gdn tiny", "gdn tiny, cut"),
-    emulated=["ssd hopper, short"],
-    emulated_slow=("ssd hopper, short, n 256", "ssd hopper, fine", *KDA_HOPPER),
+    slow=(
+        "ssd recurrent",
+        "ssd unfused",
+        "gdn fused",
+        "gdn recurrent",
+        "gdn tiny",
+        "gdn tiny, cut",
+        "kda unfused",
+    ),
+    emulated_slow=(
+        "ssd hopper, short",
+        "ssd hopper, short, n 256",
+        "ssd hopper, fine",
+        *KDA_HOPPER,
+    ),
     gpu=(
         "ssd fused",
         "ssd unfused",
@@ -104,15 +115,7 @@ NEIGHBOURS = dict(
 )
 
 
-@targets(
-    "ssd tiny",
-    "ssd unfused",
-    "gdn unfused",
-    "gdn recurrent",
-    "kda unfused",
-    "kda tiny",
-    **NEIGHBOURS,
-)
+@targets("ssd tiny", "gdn unfused", "kda tiny", **NEIGHBOURS)
 def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Target):
     """Nor do NaN and infinity in the others and in their states reach one."""
     lengths = (21, 40, 3)
@@ -140,12 +143,18 @@ def test_sequences_of_a_batch_or_a_pack_do_not_meet(kernel: Target):
 
 @targets(
     "ssd unfused",
-    "ssd tiny",
     "gdn reference",
-    "gdn unfused",
-    "kda unfused",
     "kda wide",
-    slow=("gdn recurrent", "gdn fused", "gdn tiny, cut", "kda reference", "kda recurrent"),
+    slow=(
+        "ssd tiny",
+        "gdn unfused",
+        "gdn recurrent",
+        "gdn fused",
+        "gdn tiny, cut",
+        "kda reference",
+        "kda recurrent",
+        "kda unfused",
+    ),
     emulated_slow=("gdn first passes", "gdn parts", "kda whole"),
     gpu=("gdn parts", "gdn first passes", "gdn unfused", *KDA_HOPPER),
 )
@@ -168,13 +177,9 @@ def test_a_nan_stays_in_its_heads_and_sequence(kernel: Target):
 @targets(
     "ssd reference",
     "ssd fused",
-    "ssd tiny",
-    "ssd unfused",
     "gdn unfused",
-    "gdn tiny",
-    "kda unfused",
     "kda wide",
-    slow=["gdn recurrent"],
+    slow=("ssd tiny", "ssd unfused", "gdn recurrent", "gdn tiny", "kda unfused"),
     gpu=(
         "ssd unfused",
         "ssd invariant",
@@ -194,13 +199,11 @@ def test_a_sequence_is_the_same_in_any_batch(kernel: Target, dtype):
 
 
 @targets(
-    "ssd tiny",
     "ssd invariant",
-    "ssd unfused",
+    "ssd tiny",
     "gdn reference",
-    "gdn unfused",
     "gdn invariant",
-    slow=("gdn recurrent", "gdn tiny"),
+    slow=("ssd unfused", "gdn recurrent", "gdn tiny", "gdn unfused"),
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn invariant", "kda invariant", *KDA_HOPPER),
 )
 @pytest.mark.parametrize("lengths", [(21, 0, 40, 3, 0), (1, 20), (0, 1)], ids=str)
@@ -224,13 +227,18 @@ def test_a_pack_is_its_sequences_alone(kernel: Target, lengths):
 @targets(
     "ssd reference",
     "ssd tiny",
-    "ssd unfused",
     "gdn reference",
     "gdn unfused",
-    "gdn tiny, cut",
-    "kda unfused",
     "kda tiny",
-    slow=("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn cut"),
+    slow=(
+        "ssd unfused",
+        "gdn fused",
+        "gdn tiny",
+        "gdn tiny, cut",
+        "gdn tiny, v rows",
+        "gdn cut",
+        "kda unfused",
+    ),
     gpu=("ssd unfused", "gdn unfused", *KDA_HOPPER),
 )
 def test_two_calls_with_a_carried_state_are_one(kernel: Target, where):
@@ -268,12 +276,10 @@ def test_int64_bounds_and_strided_bounds():
 
 
 @targets(
-    "ssd tiny",
     "ssd unfused",
-    "gdn unfused",
     "gdn tiny",
-    "kda unfused",
     "kda tiny",
+    slow=("ssd tiny", "gdn unfused", "kda unfused"),
     emulated=("ssd hopper, fine", "ssd hopper, alone"),
     emulated_slow=("ssd hopper, short", "ssd hopper, uneven"),
     gpu=(*SSD_EVERY, "ssd unfused", "gdn unfused", "gdn tiny", *KDA_HOPPER),
@@ -386,11 +392,16 @@ def test_softplus_keeps_its_digits(kernel: Target):
 
 @targets(
     "gdn unfused",
-    "gdn recurrent",
-    "kda unfused",
     "kda tiny",
-    "kda recurrent",
-    slow=("gdn reference", "gdn fused", "gdn tiny, cut", "kda reference"),
+    slow=(
+        "gdn reference",
+        "gdn recurrent",
+        "gdn fused",
+        "gdn tiny, cut",
+        "kda reference",
+        "kda unfused",
+        "kda recurrent",
+    ),
 )
 def test_gates_from_none_to_all(kernel: Target):
     """A head of each kind."""
@@ -402,14 +413,11 @@ def test_gates_from_none_to_all(kernel: Target):
 
 @targets(
     "gdn reference",
-    "gdn unfused",
     "gdn fused",
     "gdn tiny",
-    "gdn tiny, cut",
     "kda reference",
-    "kda unfused",
     "kda tiny",
-    "kda recurrent",
+    slow=("gdn unfused", "gdn tiny, cut", "kda unfused", "kda recurrent"),
     emulated_slow=("gdn first passes", "kda whole"),
     gpu=("gdn fused", "gdn unfused", "gdn first passes", *KDA_HOPPER),
 )
@@ -430,7 +438,7 @@ def test_a_gate_above_0_counts_as_0_and_minus_infinity_forgets(kernel: Target):
 @pytest.mark.parametrize(
     ("collinear", "largest_beta"), [(0.99, 2.0), *slow((0.9, 1.0), (0.9, 2.0), (0.99, 1.0))]
 )
-@targets("gdn unfused", "kda unfused", "kda wide")
+@targets("gdn unfused", "kda wide", slow=["kda unfused"])
 def test_collinear_keys(kernel: Target, dtype, collinear, largest_beta):
     sizes = dict(seqlen=100, key_dim=32, gate=0.0, collinear=collinear, largest_beta=largest_beta)
     inputs = kernel.case(**sizes, dtype=dtype).inputs()
@@ -508,13 +516,20 @@ LAYOUTS += slow(positions_innermost, one_row, heads_first, one_head)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @targets(
-    "ssd tiny",
     "ssd unfused",
     "gdn unfused",
-    "kda unfused",
     "kda tiny",
-    "kda recurrent",
-    slow=("ssd fused", "gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "kda fused"),
+    slow=(
+        "ssd fused",
+        "ssd tiny",
+        "gdn fused",
+        "gdn tiny",
+        "gdn tiny, v rows",
+        "gdn tiny, cut",
+        "kda fused",
+        "kda recurrent",
+        "kda unfused",
+    ),
     gpu=("ssd fused", "gdn unfused", "gdn fused", "kda fused"),
 )
 def test_any_layout(kernel: Target, layout: Callable[[Tensor], Tensor]):

@@ -257,11 +257,16 @@ def right() -> list[Any]:
     def on_gpu(cases: list[Any]) -> list[Any]:
         return [one.but(device="cuda") for one in cases]
 
-    # in the interpreter
-    add(
-        listed("ssd reference", "ssd fused", "ssd tiny", "ssd unfused", slow=["ssd tiny, n rows"]),
-        SSD,
+    # in the interpreter; a Hopper kernel in the emulator
+    portable = ("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "gdn cut")
+    short = listed(emulated=["ssd hopper, short"])
+    chunked = listed(
+        "ssd reference", "ssd fused", "ssd tiny", "ssd unfused", slow=["ssd tiny, n rows"]
     )
+    for late in (False, True):  # every second case in the slow tier
+        add(chunked, SSD[late::2], slow=late)
+        add(listed("gdn reference", "gdn unfused", slow=portable), GDN[late::2], slow=late)
+        add(short, SSD_EMULATED[late::2], slow=late)
     # several blocks of a chunk
     add(listed("ssd unfused"), [SSDCase(seqlen=300, heads=1, chunk_size=256)])
     add(
@@ -269,8 +274,6 @@ def right() -> list[Any]:
         SSD_STEPS + generated(SSDCase, 2, **SHORT) + [SSDCase(lengths=(0, 1, 3, 0, 1))],
     )
     add(listed("ssd step"), SSD_STEPS)
-    portable = ("gdn fused", "gdn tiny", "gdn tiny, v rows", "gdn tiny, cut", "gdn cut")
-    add(listed("gdn reference", "gdn unfused", slow=portable), GDN)
     wide = [GDNCase(key_dim=k, value_dim=v) for k, v in ((1, 1), (256, 33), (96, 192), (100, 120))]
     add(listed("gdn unfused"), wide, slow=True)
     few = [
@@ -322,7 +325,7 @@ def right() -> list[Any]:
     add(listed("ssd unfused", "ssd fused"), odd, (EXACT, RELAXED), slow=True)
     for dtype, precision in product(DTYPES, PRECISIONS):
         case = SSDCase(dtype=dtype, gate=True, seqlen=60, initial_states=True)
-        add(listed("ssd unfused"), [case], [precision])
+        add(listed("ssd unfused"), [case], [precision], slow=dtype != BF16)
         # the default tier: every precision for bf16 inputs; for other inputs, states of the inputs'
         # dtype
         add(
@@ -350,8 +353,6 @@ def right() -> list[Any]:
             [large.but(dtype=d) for d in DTYPES],
         )
     # in the emulator
-    short = listed(emulated=["ssd hopper, short"])
-    add(short, SSD_EMULATED)
     add(short, [RAGGED], [RELAXED])
     add(short, [SSD_EMULATED[5]], [RELAXED], slow=True)
     waitless = by(ssd_hopper(CUTS["none waits"]), "ssd hopper", "emulator", [])

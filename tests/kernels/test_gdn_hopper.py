@@ -83,6 +83,7 @@ def test_a_first_segment_is_longer_by_what_first_passes_cost(device: str, gate, 
     assert torch.equal(out[:, 64 * spread :], exact[:, 64 * spread :])
 
 
+@pytest.mark.slow
 def test_fast_heads_have_the_bits_of_even_segments(device: str):
     inputs = SMALL.but(seqlen=512, gate=4.0, device=device).inputs()
     even = replace(GDN_CUT, segment=4)
@@ -241,6 +242,7 @@ def test_which_segments_take_parts(device: str, name):
         assert_right(result, inputs)
 
 
+@pytest.mark.slow
 def test_fast_heads_have_the_bits_that_they_have_without_parts(device: str):
     # first passes of three chunks
     inputs = SMALL.but(seqlen=700, initial_states=True, device=device).inputs()
@@ -269,7 +271,7 @@ def test_a_head_does_not_depend_on_the_others(device: str, monkeypatch):
 
 
 @pytest.mark.parametrize("sizes", [dict(values_per_key=2), OLMO], ids=["128", "slices"])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dtype", [BF16, *slow(FP16)])
 def test_long_and_short_q_and_k(device: str, dtype, sizes):
     """Products of raw ones are below and above the normal numbers of fp16."""
     inputs = SMALL.but(
@@ -342,7 +344,7 @@ HARD = {
 @pytest.mark.parametrize(
     ("beta", "dtype"), [(0.5, BF16), (0.875, BF16), (0.99, BF16), (0.99, FP32)]
 )
-@targets("gdn wide", emulated=("gdn hopper",), gpu=("gdn hopper", "gdn wide"))
+@targets("gdn wide", emulated_slow=["gdn hopper"], gpu=("gdn hopper", "gdn wide"))
 def test_no_head_is_less_exact_in_runs_of_equal_keys(kernel: Target, beta, dtype, run):
     """Roundings of the inverse, and in fp32 of |k|^2, then add up in all tokens of the run, because
     A is a function of the distance.

@@ -7,6 +7,7 @@ import pytest
 import torch
 from compile_target import compiled, on_meta
 from kernel_cases import FP16, FP32, SSDCase
+from targets import slow
 from test_exactness import NO_LARGER
 
 from ssdprof.kernels.hopper.schedule import Cut
@@ -153,7 +154,7 @@ def from_before(lengths: list[int], memory: int) -> float:
 
 
 @pytest.mark.parametrize("n_split", [1, 2])
-@pytest.mark.parametrize("pairs", [1, 16, MAMBA2_2_7B, 64])
+@pytest.mark.parametrize("pairs", [1, 16, *slow(MAMBA2_2_7B, 64)])
 def test_no_head_is_less_exact_than_unfused_however_long_it_remembers(pairs, n_split):
     """In addition to f, each term is rounded once, and the output once."""
     worse = {}

@@ -18,6 +18,7 @@ from ssdprof.kernels.kda.hopper import launch
 from ssdprof.kernels.kda.reference import decayed_scores, kda_chunked, kda_recurrence
 
 GATES = ("generated", "saturated", "bound", "none", "cuts", "one channel")
+FEW = [*GATES[:2], *slow(*GATES[2:])]
 RAGGED = dict(
     lengths=(70, 0, 1, 19), initial_states=True, values_per_key=2, key_dim=32, value_dim=24
 )
@@ -78,7 +79,7 @@ def test_no_factor_of_the_scores_is_above_1(gates):
 
 
 @pytest.mark.parametrize("dtype", [BF16, *slow(FP16, FP32)], ids=str)
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("gates", FEW)
 @targets(
     "kda unfused",
     slow=("kda wide", "kda recurrent", "kda tiny"),
@@ -101,7 +102,7 @@ HOPPER_CASES = [
     dict(gates="bound", batch=2, seqlen=40), dict(gates="none", largest_beta=2.0),
     dict(gates="cuts", lengths=(65, 0, 1, 30), initial_states=True),
     dict(gates="one channel", values_per_key=2), dict(dtype=FP16, initial_states=True),
-    dict(seqlen=330, batch=2), dict(lengths=(200, 0, 1, 130), initial_states=True),
+    *slow(dict(seqlen=330, batch=2), dict(lengths=(200, 0, 1, 130), initial_states=True)),
     # whose bias alone would be a gate after a sequence's end
     dict(gates="raw", seqlen=70, values_per_key=2), dict(gates="raw", lengths=(65, 0, 1)),
     dict(gates="raw, bounded", seqlen=40, batch=2),
@@ -109,7 +110,7 @@ HOPPER_CASES = [
 
 
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
-@targets(emulated=KDA_HOPPER, gpu=KDA_HOPPER)
+@targets(emulated=["kda hopper"], emulated_slow=["kda whole"], gpu=KDA_HOPPER)
 def test_every_gate_on_hopper(kernel: Target, case):
     if kernel.run is kda_whole and "dtype" in case:
         pytest.skip("fp16 inputs run slabs")
@@ -143,7 +144,7 @@ KIMI = dict(key_heads=32, key_dim=128, value_dim=128, seqlen=256, dtype=BF16)
 MANY = dict(key_heads=64, values_per_key=2)
 # sizes of a call for 132 multiprocessors, and whether each sequence and head has a program
 WHOLE = [
-    (dict(batch=4), True), (dict(batch=5), False), (dict(batch=5, seqlen=2048), True),
+    (dict(batch=4), True), (dict(batch=5), False), *slow((dict(batch=5, seqlen=2048), True)),
     (dict(batch=8), True), (dict(), False),
     (MANY | dict(initial_states=True), True), (MANY | dict(seqlen=64, gates="raw"), True),
     (MANY | dict(dtype=FP16), False), (MANY | dict(value_dim=64), False),
@@ -176,7 +177,7 @@ def test_other_gpus_and_sizes_run_the_portable_kernel():
     assert launch.hopper_unsupported(KDACase(key_dim=64).inputs()) == "anything but a Hopper GPU"
 
 
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("gates", FEW)
 @targets("kda wide", emulated_slow=KDA_HOPPER, gpu=("kda fused", "kda wide", *KDA_HOPPER))
 def test_no_head_is_less_exact_than_unfused(kernel: Target, gates):
     # 1 % of 3e-3 needs many outputs
@@ -234,7 +235,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize("case", [*SIZES[:3], *slow(*SIZES[3:])], ids=str)
-@targets("kda unfused", "kda fused", "kda wide", "kda recurrent")
+@targets("kda unfused", "kda fused", "kda wide", slow=["kda recurrent"])
 def test_sizes(kernel: Target, case):
     inputs = KDACase(**dict(dtype=FP16) | case).inputs()
     assert_passes(kernel(inputs), inputs, EXACT)

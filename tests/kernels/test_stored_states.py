@@ -1,6 +1,7 @@
 """States that are rounded between steps as a pool keeps them, against plain loops in torch."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from kernel_cases import (
     with_state,
     with_steps,
 )
-from targets import slow
+from targets import OPERATORS, slow
 from torch import Tensor
 
 from ssdprof.errors import BadInputError
@@ -34,7 +35,8 @@ CASES: dict[str, Any] = {
 }
 PACK = dict(lengths=(3, 0, 6), initial_states=True)
 EACH = pytest.mark.parametrize(
-    ("operator", "changes"), [(name, changes) for name in CASES for changes in ({}, PACK)]
+    ("operator", "changes"),
+    [*slow(*product(("gdn", "kda"), ({}, PACK))), ("ssd", {}), ("ssd", PACK)],
 )
 SIXTEEN = {"bf16": BF16, "fp16": FP16}
 ROW_AXIS = {"gdn": -2, "kda": -2, "ssd": -1}
@@ -107,7 +109,7 @@ FORMATS = (
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("operator", ["gdn", "ssd"])
+@pytest.mark.parametrize("operator", [*slow("gdn"), "ssd"])
 def test_a_state_as_it_is_first_stored(operator, name):
     """Numbers of all magnitudes, rows of zeros."""
     inputs = CASES[operator].but(**PACK).inputs()
@@ -137,7 +139,7 @@ def loop(inputs, name: str, step: int, sequence: int) -> tuple[Tensor, Tensor]:
     return torch.cat(outs, 1), torch.stack(states)
 
 
-@pytest.mark.parametrize("operator", CASES)
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("step", "changes"), [(4, PACK), *slow((1, {}), (1, PACK), (4, {}))])
 def test_a_plain_loop(operator, name, step, changes):
@@ -257,7 +259,7 @@ def test_a_step_adds_half_a_unit_at_most(name: str, half_units: int):
 # --- what results do not depend on
 
 
-@pytest.mark.parametrize("operator", CASES)
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("name", ["fp16-stochastic", "int8-carried:head"])
 def test_other_sequences_and_slices_change_nothing(operator, name, monkeypatch):
     inputs = CASES[operator].inputs()

@@ -8,7 +8,6 @@ import torch
 from generated_inputs import generated
 from kernel_cases import DTYPES, EXACT, PRECISIONS, SSDCase
 from measure.conftest import random_inputs
-from targets import slow
 from torch import Tensor
 from verdict import assert_passes
 
@@ -17,6 +16,8 @@ from ssdprof.kernels.oracle import spans_of
 from ssdprof.kernels.precision import Precision
 from ssdprof.kernels.ssd.inputs import SSDInputs, SSDOutput
 from ssdprof.measure.accuracy import Candidate, compare
+
+pytestmark = pytest.mark.slow
 
 SHAPES = {
     "one short chunk": {"seqlen": 5, "chunk_size": 16, "headdim": 16},
@@ -88,10 +89,8 @@ def failures(inputs: SSDInputs, run: Callable[[SSDInputs, Precision], SSDOutput]
 
 
 @dtypes
-@pytest.mark.parametrize(
-    "shape", [pytest.param(name, marks=[pytest.mark.slow] * ("256" in name)) for name in SHAPES]
-)
-@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_another_evaluation_passes(dtype: torch.dtype, shape, seed):
     inputs = random_inputs(dtype=dtype, heads=8, seed=seed, **SHAPES[shape])
     assert failures(inputs, other_evaluation) == {}

@@ -12,6 +12,7 @@ import torch
 from generated_inputs import generated
 from measure.conftest import random_inputs
 from measure.test_probes import Here, law, probed
+from targets import slow
 from torch import Tensor
 
 from ssdprof import kernels, operators
@@ -82,9 +83,11 @@ def dropping(window: int, forgotten: Forgotten, only: str, inputs):
     ("sizes", "seqlen", "changes"),
     [
         ("4/4x32x16", 300, {}),
-        ("2/4x16x32", 140, {}),
-        ("1/1x16x16", 2100, {}),
-        ("4/4x32x16", 200, {"use_qk_l2norm": False, "scale": 0.5}),
+        *slow(
+            ("2/4x16x32", 140, {}),
+            ("1/1x16x16", 2100, {}),
+            ("4/4x32x16", 200, {"use_qk_l2norm": False, "scale": 0.5}),
+        ),
     ],
 )
 def test_the_outputs_of_turning_keys_have_a_closed_form(sizes, seqlen, changes):
@@ -113,7 +116,7 @@ def test_every_channel_of_turning_keys_decays_in_every_window():
     assert outputs[0].kind == "windows of 16 tokens"
 
 
-@pytest.mark.parametrize(("window", "tokens"), [(16, 120), (64, 260), (1024, 120)])
+@pytest.mark.parametrize(("window", "tokens"), [(16, 120), *slow((64, 260), (1024, 120))])
 @pytest.mark.parametrize("only", ["", "packs", "states"])
 def test_turning_keys_find_a_kernel_that_bounds_history_by_its_largest_channel(
     window, tokens, only
@@ -141,7 +144,7 @@ def test_a_kernel_that_is_wrong_from_the_first_window_on_is_not_said_to_drop_his
     )
 
 
-@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("chunk", [16, *slow(32, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_correct_roundings_stay_far_below_the_limit_of_turning_keys(chunk, dtype):
     """The rounded form, also with states in 16 bit."""
@@ -199,7 +202,7 @@ def fast(name: str, **changes):
     return replace(given, g=torch.full_like(given.g, -0.2), **changes)
 
 
-@pytest.mark.parametrize("name", ["ssd", "gdn"])
+@pytest.mark.parametrize("name", ["ssd", *slow("gdn")])
 @pytest.mark.parametrize("only", ["", "packs", "states"])
 def test_the_amplified_history_finds_a_kernel_that_drops_small_history(name, only):
     given = fast(name)

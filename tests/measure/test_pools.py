@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from generated_inputs import generated
+from targets import OPERATORS, slow
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import BETWEEN_CALLS
@@ -319,7 +320,7 @@ def test_bits_are_compared_where_batch_invariance_is_declared():
     assert tried(law, good, batch_invariant=True) == ""
 
 
-@pytest.mark.parametrize("operator", SHAPES)
+@pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("law", [law for law in pools.LAWS if law not in ON_A_GPU])
 def test_a_good_kernel_keeps_every_law(law, operator):
     assert tried(law, good, operator) == ""
@@ -332,8 +333,9 @@ def test_a_pool_of_a_tiny_layer_is_compared():
 
 # fused gathers states for prompts; steps and drafted tokens are calls of the recurrent kernel
 OURS = [
-    *((operator, "recurrent") for operator in SHAPES),
-    *(pytest.param(operator, "fused", marks=pytest.mark.slow) for operator in SHAPES),
+    ("gdn", "recurrent"),
+    *slow(("kda", "recurrent"), ("ssd", "recurrent")),
+    *slow(*((operator, "fused") for operator in SHAPES)),
 ]
 
 

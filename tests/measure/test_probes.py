@@ -11,6 +11,7 @@ import pytest
 import torch
 from generated_inputs import generated
 from measure.conftest import random_inputs
+from targets import slow
 
 from ssdprof import kernels, operators
 from ssdprof.core.base import REPEATS, Probe
@@ -79,7 +80,12 @@ def gdn():
 
 @pytest.mark.parametrize(
     "make",
-    [gdn, partial(ssd, batch=2, seqlen=70), partial(ssd, seqlen=1), partial(ssd, state_every=32)],
+    [
+        gdn,
+        *slow(
+            partial(ssd, batch=2, seqlen=70), partial(ssd, seqlen=1), partial(ssd, state_every=32)
+        ),
+    ],
 )
 def test_a_good_kernel_breaks_no_law(make: Callable[[], Any]):
     assert broken(oracle_output, make()) == set()
@@ -212,12 +218,14 @@ def rounding_to_bf16(inputs):
         (without_limits_of_dt, "edge inputs"),
         (forgetting_the_start, "amplified history"),
         (rounding_to_bf16, "finer inputs"),
-        (without_the_states_of_packs, "edge inputs"),
-        (without_bias_in_a_step, "edge inputs"),
-        (with_two_factors_of_a_decay, "edge inputs"),
-        (with_the_states_of_a_length_that_chunks_divide, "edge inputs"),
-        (WithTheFirstBounds(), "edge inputs"),
-        (with_contiguous_states, "edge inputs"),
+        *slow(
+            (without_the_states_of_packs, "edge inputs"),
+            (without_bias_in_a_step, "edge inputs"),
+            (with_two_factors_of_a_decay, "edge inputs"),
+            (with_the_states_of_a_length_that_chunks_divide, "edge inputs"),
+            (WithTheFirstBounds(), "edge inputs"),
+            (with_contiguous_states, "edge inputs"),
+        ),
         (partial(leaking_to, 63), "causality"),  # over the border of a chunk
         (partial(leaking_to, 64), "causality"),  # within one
         (random_and_leaking, "causality"),
@@ -274,6 +282,7 @@ def test_broken_edge_inputs_name_the_trait_that_broke_them_and_its_rule():
     assert detail.startswith("limits of dt that bind (dt is limited after its bias and softplus)")
 
 
+@pytest.mark.slow
 def test_a_refused_trait_does_not_hide_a_fault_of_another_one():
     """A factor of a product of decays overflows at g of -30; g of -inf and above 0 are refused."""
 
@@ -287,6 +296,7 @@ def test_a_refused_trait_does_not_hide_a_fault_of_another_one():
     assert broken_edge(with_inverse_decays, gdn()).startswith("g of -30 at 64 tokens (")
 
 
+@pytest.mark.slow
 def test_several_faults_name_all_traits():
     def half(inputs):
         out, states = oracle_output(inputs)

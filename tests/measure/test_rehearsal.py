@@ -89,16 +89,16 @@ def test_a_kernel_that_hangs_is_stopped_and_leaves_no_process():
     assert verdict("hanging", ssd(), 0.1) == ("failed", "its first call was stopped after 0.1 s")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "limit_s", "detail", "later"),
     [
         ("crashing_for_large", 60.0, "its call 2 ended its process by SIGSEGV", ("yes", "")),
-        pytest.param(
+        (
             "hanging_for_large",
             3.0,
             "its call 2 was stopped after 3 s",
             ("not tested", "law 'causality': its call 2 was stopped after 3 s"),
-            marks=pytest.mark.slow,
         ),
     ],
 )

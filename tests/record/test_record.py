@@ -89,6 +89,7 @@ def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
         assert file.is_dir() or b"secretsecret" not in file.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "fault", "line"),
     [
@@ -98,13 +99,11 @@ def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
             "layer model.layers.10.linear_attn, rank 1: out, sequence 1, position 1, head 1 is NaN "
             "or infinite; its inputs are finite.",
         ),
-        *slow(
-            (
-                "wrong",
-                "padding",
-                "layer model.layers.10.linear_attn, rank 1: row 0 of call 12 begins with a state "
-                "that no earlier call left.",
-            )
+        (
+            "wrong",
+            "padding",
+            "layer model.layers.10.linear_attn, rank 1: row 0 of call 12 begins with a state "
+            "that no earlier call left.",
         ),
     ],
 )
@@ -528,7 +527,7 @@ SLEEP = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
 
 
 @pytest.mark.parametrize(
-    ("number", "ends"), [(signal.SIGTERM, -15), *slow((signal.SIGINT, -2)), (signal.SIGKILL, -9)]
+    ("number", "ends"), [(signal.SIGTERM, -15), *slow((signal.SIGINT, -2), (signal.SIGKILL, -9))]
 )
 def test_signals_reach_the_program_and_its_end_is_that_of_the_command(
     server: Path, number: signal.Signals, ends
@@ -568,11 +567,13 @@ def test_a_signal_while_the_program_starts_is_passed_on():
         ("", ["true"], 0, "the program called no function that ssdprof knows"),
         ("", ["no-such-server"], 2, "no-such-server cannot be started"),
         ("--max-delay inf", ["true"], 2, "inf is not below 1,000,000,000"),
-        (
-            "--when nonfinite",
-            [sys.executable, "server.py", "none"],
-            7,
-            r"No call was stored: ssdprof saw [3-9] calls, whose outputs are finite\.",
+        *slow(
+            (
+                "--when nonfinite",
+                [sys.executable, "server.py", "none"],
+                7,
+                r"No call was stored: ssdprof saw [3-9] calls, whose outputs are finite\.",
+            )
         ),
     ],
 )

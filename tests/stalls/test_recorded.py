@@ -30,6 +30,8 @@ from ssdprof.report.stalls import kernel_groups as groups
 from ssdprof.stalls.facts import analyse
 from ssdprof.stalls.read import read
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 DATA = Path(__file__).parent / "data"
 RESULT = ROOT / "benchmarks" / "results" / "h200-granite-4.0-h-1b-128k-stalls" / "stalls.json"
@@ -74,7 +76,6 @@ def kernels(folder: Path, name: str) -> tuple[KernelStalls, ...]:
     return analysed(folder, name).kernels
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
 def test_every_self_check_holds(unpacked: Path, name):
     report = analysed(unpacked, name)
