@@ -9,6 +9,8 @@ import fuzz
 import pytest
 from hypothesis import given, settings, strategies
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def prepared(tmp_path_factory) -> Iterator[None]:

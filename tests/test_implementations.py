@@ -135,6 +135,7 @@ def test_a_bad_kernel_fails_the_run_and_is_named(function, status, reason):
     assert re.search(reason.replace(r"\|", r"\\\|"), Answer("export").shown)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("not_isolated")
 def test_the_tensors_of_a_failure_come_with_a_script_that_needs_no_model(here: Path, capsys):
     """Of the captured call, and of a call that broke a law."""

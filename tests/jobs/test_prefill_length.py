@@ -32,6 +32,7 @@ from ssdprof.progress import StepClock
 from ssdprof.store.header import draft
 from ssdprof.store.reports import Writer
 
+pytestmark = pytest.mark.slow
 US = {"unfused": 100.0, "fused": 40.0, "library": 60.0}
 LAYERS = 3
 LENGTH = 12

@@ -59,6 +59,7 @@ def notes_in(stderr: str) -> list[str]:
     return re.findall(r"^ssdprof: (.*)$", stderr, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_recorded_server_runs_as_without(server: Path, capfd, monkeypatch):
     """Its input, output, bits and exit code; the calls of all of its processes are a capture."""
     ran = record("", sys.executable, str(server), "no", "fork", "spawn", text="from stdin")

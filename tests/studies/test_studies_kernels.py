@@ -8,6 +8,7 @@ import pytest
 import selective_scan as ss
 import torch
 
+pytestmark = pytest.mark.slow
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # several programs per head, and blocks that do not divide a state
 DIAGONAL: dict[str, ic.Kernel] = {
