@@ -25,6 +25,7 @@ from ssdprof.kernels.ssd.inputs import SSDInputs
 from ssdprof.kernels.ssd.launch import nbytes as workspace_bytes
 from ssdprof.kernels.tensors import row_stride
 
+pytestmark = pytest.mark.slow
 H200 = 132  # multiprocessors
 MEASURED_LAYER = SSDCase(
     seqlen=4096, batch=2, heads=4, headdim=64, dstate=128, dtype=torch.bfloat16

@@ -26,7 +26,7 @@ from ssdprof.measure.sequences import alone
 from ssdprof.operators.implementations import own_implementation
 from ssdprof.operators.kda_inputs import histories as kda_histories
 
-pytestmark = pytest.mark.usefixtures("small_guards")
+pytestmark = [pytest.mark.usefixtures("small_guards"), pytest.mark.slow]
 Forgotten = Callable[[Any, Span], Tensor]  # (inputs, window) -> of each head, (h)
 LIMIT = -14.0  # about 2^-20
 
