@@ -2,8 +2,11 @@
 needs to change one import only.
 
 Shapes are those of `kda_fused`.  A g above 0 counts as 0; in fla it makes the state grow.
+
 safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs and chunk_size have no effect,
-and lower_bound has none without raw gates.
+and lower_bound has none without use_gate_in_kernel.  Not supported are return_intermediate_states,
+cp_context, A_log and dt_bias without use_gate_in_kernel, and allow_neg_eigval without
+use_beta_sigmoid_in_kernel.
 """
 
 from typing import Any
@@ -46,8 +49,8 @@ def chunk_kda(
         elements in any shape, each 0 if absent.  A_log may be absent only with lower_bound.
     use_beta_sigmoid_in_kernel: beta is a logit; allow_neg_eigval: then it is up to 2.
 
-    Raises UnsupportedError for return_intermediate_states, cp_context, and A_log, dt_bias or
-    allow_neg_eigval without those; ValueError without A_log and lower_bound; TypeError otherwise.
+    Raises UnsupportedError, which names an option that is not supported; ValueError for raw gates
+    with neither A_log nor lower_bound; and TypeError for other keywords.
     """
     del safe_gate, disable_recompute, cu_seqlens_cpu, use_graph, max_num_seqs
     kwargs.pop("chunk_size", None)
@@ -80,7 +83,7 @@ def chunk_kda(
 def _raw_gate(
     g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None
 ) -> dict[str, Any]:
-    """The arguments of `kda_fused` for the gates of fla's arguments."""
+    """The arguments of `kda_fused` for raw gates, from those of `chunk_kda`."""
     if A_log is None:
         if lower_bound is None:
             raise ValueError("use_gate_in_kernel needs A_log or lower_bound")

@@ -536,11 +536,16 @@ WHOLE_SEQUENCES = Variant(
     ),
     work=_whole_work,
 )
-of_log_gates, portable = (
-    replace(variant, prepare=partial(_prepare_with_log_gates, variant))
-    for variant in (RECURRENT, PORTABLE)
+FUSED = Fused(
+    "fused",
+    (
+        replace(RECURRENT, prepare=partial(_prepare_with_log_gates, RECURRENT)),
+        WHOLE_SEQUENCES,
+        HOPPER,
+        replace(PORTABLE, prepare=partial(_prepare_with_log_gates, PORTABLE)),
+    ),
+    rows=("q", "k", "g", "v"),
 )
-FUSED = Fused("fused", (of_log_gates, WHOLE_SEQUENCES, HOPPER, portable), rows=("q", "k", "g", "v"))
 _function = tensor_function(FUSED, RawKDAInputs)
 run, plan = FUSED.run, FUSED.plan
 registry.register(registry.Implementation(operator="kda", name="fused", run=run, plan=plan))
