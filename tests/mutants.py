@@ -124,7 +124,12 @@ def run_tests(tree: Path, tests: list[str], limit_s: float) -> tuple[int, str]:
     """
     env = os.environ | {"PYTHONPATH": f"{tree}:{tree}/tests", "OMP_NUM_THREADS": "1"}
     limits = f"prlimit --cpu={limit_s:.0f} timeout -s KILL {5 * limit_s:.0f} {sys.executable}"
-    command = [*f"{limits} -m pytest -x -n 0 -p no:cacheprovider --tb=no -rfE".split(), *tests]
+    command = [
+        *f"{limits} -m pytest -x -n 0 -p no:cacheprovider --tb=no -rfE".split(),
+        "-m",
+        "not gpu and not ncu and not compiler",  # slow tests count
+        *tests,
+    ]
     ran = subprocess.run(command, cwd=tree, env=env, text=True, stdout=subprocess.PIPE)
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
     return ran.returncode, failed[1] if failed else ""

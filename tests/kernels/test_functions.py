@@ -361,8 +361,14 @@ def test_kda_drop_in_takes_raw_gates_and_betas(bounded):
     gate, absent = dict(A_log=raw.A_log[:, None]), "dt_bias"
     if bounded:
         gate, absent = dict(lower_bound=-5.0, dt_bias=raw.dt_bias.flatten()), "A_log"
-    options = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
-    out, _ = fla(raw, chunk_kda, **options, **gate)
+    out, _ = fla(
+        raw,
+        chunk_kda,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        allow_neg_eigval=True,
+        **gate,
+    )
     zeros = {absent: torch.zeros_like(getattr(raw, absent))}
     plain = replace(raw, beta=2 * raw.beta.float().sigmoid(), **zeros).with_log_gates()
     assert torch.equal(out, CHANNELS(plain).out)
